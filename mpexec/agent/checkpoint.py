@@ -1,0 +1,147 @@
+"""Facts about a model folder, read from its JSON files: enough to refuse what cannot work before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpexec.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """A Hugging Face causal language model on disk.
+
+    Attributes:
+        path: The folder.
+        model_type: As in `config.json`, for example "llama".
+        layers: Number of decoder layers.
+        heads: Number of query heads.
+        kv_heads: Number of key/value heads.
+        head_dim: Width of one head.
+        vocab_size: Number of tokens.
+        context_length: Most tokens, prompt included, that the model was made for.
+        sliding_window: Tokens that a layer looks back, None when every layer sees everything.
+        eos_token_ids: Tokens that end a text, ascending; may be empty.
+        parameters: Number of stored weights, or None when the folder has no safetensors file.
+        nbytes: Size of the weight files in bytes.
+    """
+
+    path: Path
+    model_type: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    sliding_window: int | None
+    eos_token_ids: tuple[int, ...]
+    parameters: int | None
+    nbytes: int
+
+
+def read_checkpoint(path: str | Path) -> CheckpointFacts:
+    """Read the facts of the model in a local folder; weights are not read, only counted.
+
+    Raises:
+        ConfigError: No such folder, no readable `config.json`, not a causal language model, or a key is missing.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    architectures = config.get("architectures") or []
+    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
+        raise ConfigError(
+            f"{folder} holds {architectures[0]}, which is not a causal language model; "
+            "use a folder whose config.json names a class that ends in ForCausalLM"
+        )
+    weights = sorted(folder.glob("*.safetensors"))
+    try:
+        heads = int(config["num_attention_heads"])
+        return CheckpointFacts(
+            path=folder,
+            model_type=str(config["model_type"]),
+            layers=int(config["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+            vocab_size=int(config["vocab_size"]),
+            context_length=int(config["max_position_embeddings"]),
+            sliding_window=_sliding_window(config),
+            eos_token_ids=_eos_token_ids(folder, config),
+            parameters=sum(_count_weights(one) for one in weights) if weights else None,
+            nbytes=sum(one.stat().st_size for one in weights or folder.glob("*.bin")),
+        )
+    except KeyError as error:
+        key = error.args[0]
+        raise ConfigError(f"{folder / 'config.json'} has no {key!r}; it is no decoder that mpexec can run") from None
+
+
+def check_tensor_parallel(facts: CheckpointFacts, tp: int) -> None:
+    """Check that the heads can be shared out evenly over `tp` ranks.
+
+    Raises:
+        ConfigError: They cannot; the message names the numbers that can work.
+    """
+    if tp < 1:
+        raise ConfigError(f"tensor-parallel size {tp} is not a positive number of ranks")
+    if facts.heads % tp == 0 and facts.kv_heads % tp == 0:
+        return
+    common = math.gcd(facts.heads, facts.kv_heads)
+    usable = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+    raise ConfigError(
+        f"{facts.path.name} has {facts.heads} attention heads and {facts.kv_heads} key/value heads, "
+        f"which {tp} ranks cannot share evenly; use one of these tensor-parallel sizes: {usable}"
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise ConfigError(f"no model folder at {folder}; give the path of a local folder with a config.json")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no config.json; it is not a Hugging Face model folder")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a JSON {type(content).__name__}, not an object")
+    return content
+
+
+def _sliding_window(config: dict[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    limited = any("sliding" in kind for kind in kinds) if kinds else config.get("use_sliding_window", True)
+    return int(window) if window and limited else None
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    file = folder / "generation_config.json"
+    generation = _read_object(file) if file.is_file() else {}
+    value = generation.get("eos_token_id", config.get("eos_token_id"))
+    if value is None:
+        return ()
+    return tuple(sorted(int(one) for one in (value if isinstance(value, list) else [value])))
+
+
+def _count_weights(file: Path) -> int:
+    """Add up the shapes in a safetensors header: 8 bytes with its length, little-endian, then JSON."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > file.stat().st_size:
+                raise ValueError(f"header of {length} bytes in a file of {file.stat().st_size}")
+            header = json.loads(stream.read(length))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise ConfigError(f"{file} is not a whole safetensors file ({error}); copy the model again") from None

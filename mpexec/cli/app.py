@@ -1,0 +1,97 @@
+"""The command group, and how every command ends: one message, one exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+
+import click
+
+from mpexec import __version__
+from mpexec.cli.interrupt import Interrupted
+from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_failure
+from mpexec.errors import ConfigError
+
+_COMMANDS = {
+    "generate": "Continue prompts with a language model that is split over several processes.",
+    "models": "List the language models that come with the package.",
+}
+_EXIT_READER_GONE = 141  # 128 + SIGPIPE, as a program that does not ignore the signal
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, without importing anything."""
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command from the module of its name."""
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = import_module(f"mpexec.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands from the table above."""
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(_COMMANDS.items()))
+
+
+@click.command(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Examples:
+  mpexec generate 'In the beginning'
+  mpexec generate --json --prompts prompts.txt > answers.jsonl
+  mpexec generate --help""",
+)
+@click.version_option(__version__, prog_name="mpexec", message="%(prog)s %(version)s")
+def group() -> None:
+    """One PyTorch model, split over several processes, driven from one program."""
+
+
+def run(args: list[str] | None) -> int:
+    """Run the command line and return its exit code; what goes wrong becomes one message on stderr."""
+    _use_no_loggers()
+    try:
+        code = group.main(args, prog_name="mpexec", standalone_mode=False)
+        _flush_stdout()
+    except click.exceptions.NoArgsIsHelpError as no_command:
+        click.echo(no_command.format_message(), err=True)
+        return 2
+    except click.ClickException as bad:
+        complain(bad.format_message())
+        return 2
+    except ConfigError as bad:
+        complain(str(bad))
+        return 2
+    except (Interrupted, ToldError) as ended:
+        return ended.exit_code
+    except (ReaderGoneError, BrokenPipeError):
+        return _leave_stdout()
+    except Exception as failure:
+        complain(describe_failure(failure))
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _use_no_loggers() -> None:
+    """What the library logs is in the error as well; printing both would tell the user twice."""
+    import logging
+
+    logging.getLogger("mpexec").addHandler(logging.NullHandler())
+
+
+def _flush_stdout() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _leave_stdout() -> int:
+    """Point stdout away, so that the interpreter's last flush does not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return _EXIT_READER_GONE

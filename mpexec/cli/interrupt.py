@@ -1,0 +1,86 @@
+"""Ctrl-C and SIGTERM: the command ends within a second, whatever it is doing.
+
+The command owns its process, so it may install signal handlers; the library never does. As long as there is nothing to
+clean up the process just ends. While ranks exist their clean-up is given most of a second; after that the process ends
+too, and the kernel ends its ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from types import FrameType
+from typing import Any
+
+_CLEAN_UP_S = 0.8
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):
+    """A signal has ended the work, and the clean-up is done."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
+
+
+def end_on_signals() -> None:
+    """From now on Ctrl-C and SIGTERM end the process at once: there is nothing to clean up yet."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        os._exit(128 + number)
+
+    for number in _SIGNALS:
+        signal.signal(number, end)
+
+
+def end_process_in(seconds: float, exit_code: int) -> None:
+    """End this process after a while, unless it has ended by then: no clean-up may outlast the user's patience."""
+
+    def end() -> None:
+        if sys.stderr is not None and sys.stderr.isatty():
+            os.write(2, b"\r\x1b[K\x1b[?25h")  # a progress display may have hidden the cursor
+        os._exit(exit_code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` on a new event loop; a signal cancels it, and the process ends soon whether or not that helps.
+
+    Raises:
+        Interrupted: A signal came.
+    """
+    import asyncio
+
+    received: list[int] = []
+
+    async def guarded() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def interrupt(number: int, _frame: FrameType | None) -> None:
+            if received:
+                os._exit(128 + number)
+            received.append(number)
+            end_process_in(_CLEAN_UP_S, 128 + number)
+            loop.call_soon_threadsafe(task.cancel)
+
+        for number in _SIGNALS:
+            signal.signal(number, interrupt)
+        await work
+
+    try:
+        asyncio.run(guarded())
+    except BaseException as error:
+        if received:  # what the clean-up ran into is of no interest to somebody who wants out
+            raise Interrupted(received[0]) from error
+        raise
+    finally:
+        if not received:
+            end_on_signals()

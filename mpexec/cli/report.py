@@ -1,0 +1,47 @@
+"""One message on stderr for whatever ended a command."""
+
+from __future__ import annotations
+
+import sys
+
+from mpexec.errors import EngineStoppedError, RemoteTraceback
+
+
+class ReaderGoneError(Exception):
+    """Whoever read our stdout has closed it."""
+
+
+class ToldError(Exception):
+    """The user has been told; what is left is the exit code."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def complain(message: str) -> None:
+    """Print a message of this command to stderr, if somebody is there to read it."""
+    if sys.stderr is None:
+        return
+    start = "\n" if message.startswith("\n") else ""
+    try:
+        print(f"{start}mpexec: {message.lstrip()}", file=sys.stderr, flush=True)
+    except OSError:
+        return  # nobody is left to tell; the exit code still does
+
+
+def describe_failure(failure: BaseException) -> str:
+    """What happened, for people: the root cause, with its notes and the traceback of the rank it comes from."""
+    if isinstance(failure, EngineStoppedError) and failure.__cause__ is not None:
+        failure = failure.__cause__
+    lines: list[str] = []
+    prefix = ""
+    error: BaseException | None = failure
+    while error is not None:
+        if isinstance(error, RemoteTraceback):
+            lines.append(str(error).strip("\n"))
+        else:
+            lines.append(f"{prefix}{type(error).__name__}: {error}")
+            lines += [note for note in getattr(error, "__notes__", []) if note]
+        error, prefix = error.__cause__, "caused by "
+    return "\n".join(lines)

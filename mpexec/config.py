@@ -1,0 +1,175 @@
+"""Frozen settings, validated when they are made: what to run on every rank, how many ranks there are, and the limits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from mpexec.errors import ConfigError
+
+StartMethod = Literal["spawn", "forkserver", "fork"]
+START_METHODS: tuple[StartMethod, ...] = ("spawn", "forkserver", "fork")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks of one executor, in order. All are on this machine here.
+
+    Attributes:
+        world_size: Number of ranks, at least 1; there is no upper limit.
+    """
+
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or isinstance(self.world_size, bool) or self.world_size < 1:
+            raise ConfigError(f"world_size must be an integer of at least 1, not {self.world_size!r}")
+
+    @property
+    def ranks(self) -> range:
+        """All ranks, ascending."""
+        return range(self.world_size)
+
+    @property
+    def output_rank(self) -> int:
+        """The rank whose agent's outputs go to the driver."""
+        return 0
+
+    def select(self, ranks: int | range | tuple[int, ...] | list[int] | None, what: str = "ranks") -> tuple[int, ...]:
+        """The ranks meant by a caller: None is all, an integer is one, else each once, ascending.
+
+        Raises:
+            ConfigError: A value is not a rank of this topology, or none is left.
+        """
+        if ranks is None:
+            return tuple(self.ranks)
+        try:
+            chosen = (ranks,) if isinstance(ranks, int) else tuple(sorted(set(ranks)))
+        except TypeError:
+            chosen = ()
+        bad = [r for r in chosen if not isinstance(r, int) or isinstance(r, bool) or not 0 <= r < self.world_size]
+        if bad or (not chosen and what == "ranks"):
+            raise ConfigError(f"{what}={ranks!r}: ranks are integers from 0 to {self.world_size - 1}, at least one")
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that a rank needs to know; it travels to every rank as one value.
+
+    Attributes:
+        agent: Called inside each rank as `agent(*agent_args, **agent_kwargs)`; gives a `ModelAgent`.
+        world_size: Number of ranks.
+        worker_cls: A `BaseWorker` subclass; None means `BaseWorker` itself.
+        start_method: "spawn", "forkserver" or "fork".
+        device: "auto" (CUDA where torch sees a device for every local rank, else the CPU), "cpu" or "cuda".
+        env: Environment variables of the ranks, applied before any import of theirs; a value of None removes one.
+        env_per_rank: As `env`, one mapping per rank, applied on top.
+        init_process_group: Set up `torch.distributed` (gloo or NCCL). False leaves torch out of the ranks until the
+            agent imports it.
+        threads: `torch.set_num_threads` in each rank; None means usable cores divided by ranks, at least 1.
+        init_timeout: Seconds without progress of a rank after which the start fails.
+        stop_timeout: Seconds that `stop` and `release` together may take with a rank that does not answer.
+        failure_grace: Seconds after a call's first failure for which the other ranks may still answer; None waits.
+        collective_timeout: Seconds that a collective may take: the timeout of the default process group.
+        shared_views: Large arrays and tensors arrive as writable views of memory that all ranks share.
+        ring_bytes: Size of the call ring and of each rank's reply ring; a multiple of 4096.
+        allow_unsafe_fork: Permit "fork" from a driver with threads or with torch imported.
+        max_outputs: Bound of `forward_async` calls whose output has not been taken.
+    """
+
+    agent: Callable[..., Any]
+    world_size: int
+    worker_cls: type[Any] | None = None
+    agent_args: tuple[Any, ...] = ()
+    agent_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    start_method: StartMethod = "spawn"
+    device: str = "auto"
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    env_per_rank: tuple[Mapping[str, str | None], ...] = ()
+    init_process_group: bool = True
+    threads: int | None = None
+    init_timeout: float = 600.0
+    stop_timeout: float = 5.0
+    failure_grace: float | None = 1.0
+    collective_timeout: float = 600.0
+    shared_views: bool = False
+    ring_bytes: int = 4 << 20
+    allow_unsafe_fork: bool = False
+    max_outputs: int = 64
+
+    def __post_init__(self) -> None:
+        Topology(self.world_size)
+        if not callable(self.agent):
+            raise ConfigError(f"agent must be a ModelAgent class or a callable that makes one, not {self.agent!r}")
+        if self.start_method not in START_METHODS:
+            raise ConfigError(f"start_method={self.start_method!r}: use one of {', '.join(START_METHODS)}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r}: use 'auto', 'cpu' or 'cuda'; each rank takes its own index")
+        for name in ("init_timeout", "stop_timeout", "collective_timeout"):
+            _positive(name, getattr(self, name))
+        if self.failure_grace is not None and not self.failure_grace >= 0:
+            raise ConfigError(f"failure_grace={self.failure_grace!r}: use seconds of at least 0, or None to wait")
+        if self.ring_bytes < 65536 or self.ring_bytes % 4096:
+            raise ConfigError(f"ring_bytes={self.ring_bytes!r}: use a multiple of 4096 of at least 65536")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads={self.threads!r}: use at least 1, or None to divide the cores")
+        if self.max_outputs < 1:
+            raise ConfigError(f"max_outputs={self.max_outputs!r}: use at least 1")
+        if self.env_per_rank and len(self.env_per_rank) != self.world_size:
+            raise ConfigError(f"env_per_rank has {len(self.env_per_rank)} entries for {self.world_size} ranks")
+        for mapping in (self.env, *self.env_per_rank):
+            _check_env(mapping)
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks, in order."""
+        return Topology(self.world_size)
+
+    def with_changes(self, **changes: Any) -> WorkerSpec:
+        """A copy with some fields changed, validated again."""
+        return replace(self, **changes)
+
+    def threads_per_rank(self) -> int:
+        """Threads for each rank: as asked, else the usable cores divided by the ranks."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Limits of the engine.
+
+    Attributes:
+        max_slots: Requests decoded together.
+        max_queue: Requests that may wait for a slot; one more raises `QueueFullError`.
+        max_length: Tokens of prompt and answer together; None means the model's context length.
+        stop_timeout: Seconds that `stop` may take.
+    """
+
+    max_slots: int = 8
+    max_queue: int = 1024
+    max_length: int | None = None
+    stop_timeout: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: use at least 1")
+        if self.max_length is not None and self.max_length < 2:
+            raise ConfigError(f"max_length={self.max_length!r}: use at least 2 tokens, or None")
+        _positive("stop_timeout", self.stop_timeout)
+
+
+def _positive(name: str, seconds: Any) -> None:
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
+        raise ConfigError(f"{name}={seconds!r}: use seconds above 0")
+
+
+def _check_env(mapping: Mapping[str, str | None]) -> None:
+    for name, value in mapping.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise ConfigError(f"env name {name!r}: use a string without '=' and NUL")
+        if value is not None and (not isinstance(value, str) or "\0" in value):
+            raise ConfigError(f"env[{name!r}]={value!r}: use a string, or None to remove the variable")

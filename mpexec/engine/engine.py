@@ -1,0 +1,363 @@
+"""Engine: prompts in, text out, piece by piece, over one model that is split over several ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
+from mpexec.config import EngineConfig, WorkerSpec
+from mpexec.engine.engine_loop import EngineLoop
+from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType, SamplingParams
+from mpexec.engine.scheduler import Scheduler, check_prompt
+from mpexec.engine.tokenizer import TextStream, Tokenizer
+from mpexec.errors import ConfigError
+from mpexec.tasks import TaskOwner, TaskSet
+
+if TYPE_CHECKING:
+    from mpexec.agent.base import ModelAgent
+    from mpexec.executor.base import Executor
+
+__all__ = ["Engine", "GenerationOutput", "Health", "Metrics", "SamplingParams"]
+
+_DEFAULT_MAX_LENGTH = 4096  # of a model whose own limit is larger: the cache has room for every slot at full length
+_EXECUTOR_SHARE = 0.8  # of the stop timeout, so that the executor's ladder ends before the engine's patience
+_LOOP_PATIENCE_S = 1.0  # for a busy event loop to notice a stop from another thread
+
+Backend = Literal["auto", "uni", "mp"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """One piece of an answer.
+
+    Attributes:
+        text: The text since the piece before; never ends inside a character, and may be empty.
+        token_ids: The tokens since the piece before. A token that ends the text is among them, without text of its own.
+        finish_reason: "stop" or "length" in the last piece, else None.
+        prompt_token_ids: The whole prompt, as the model saw it.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the engine serves requests.
+
+    Attributes:
+        state: "new", "running" or "stopped".
+        reason: The root cause when it stopped by a failure.
+    """
+
+    ok: bool
+    state: str
+    reason: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Counts since the engine was made, and its present load.
+
+    Attributes:
+        requests: Requests taken, refused ones included.
+        finished: Requests ended by "stop" or "length".
+        cancelled: Requests given up by the caller.
+        refused: Requests for which there was no room, or that cannot run.
+        prompt_tokens: Tokens of all prompts.
+        generated_tokens: New tokens handed out.
+        steps: Steps of the model.
+        running: Requests that have a slot now.
+        waiting: Requests that wait for a slot now.
+        tokens_per_second: New tokens per second over the last ten seconds.
+    """
+
+    requests: int
+    finished: int
+    cancelled: int
+    refused: int
+    prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    running: int
+    waiting: int
+    tokens_per_second: float
+
+
+def causal_lm_agent(*args: Any, **kwargs: Any) -> ModelAgent:
+    """Make the agent inside a rank: naming the class here would import torch in the driver."""
+    from mpexec.agent.causal_lm import CausalLMAgent
+
+    return CausalLMAgent(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model folder that can run over `tp` ranks, checked before any rank starts.
+
+    Attributes:
+        max_length: Most tokens of prompt and answer together.
+        tokenizer: None where the folder has none, or the library is missing: token ids only.
+    """
+
+    facts: CheckpointFacts
+    tp: int
+    max_length: int
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def read(cls, path: str | Path | None, tp: int, config: EngineConfig) -> ModelPlan:
+        """Read a folder, or that of the bundled model.
+
+        Raises:
+            ConfigError: The folder cannot be used, `tp` does not divide its heads, or `config` asks for too much.
+        """
+        if path is None:
+            from mpexec.models import default_model_path
+
+            path = default_model_path()
+        facts = read_checkpoint(path)
+        check_tensor_parallel(facts, tp)
+        if not facts.nbytes:
+            raise ConfigError(
+                f"{facts.path} has no weights: expected *.safetensors or *.bin files; copy the model again"
+            )
+        has_text = (facts.path / "tokenizer.json").is_file() and _has_tokenizers()
+        return cls(facts, tp, _max_length(facts, config), Tokenizer.load(facts.path) if has_text else None)
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """The token ids of a prompt, checked against the limits of the model.
+
+        Raises:
+            ConfigError: Empty, too long, not of this vocabulary, or text for a model without tokenizer.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ConfigError("the prompt is empty: give at least one character")
+            token_ids = (self.tokenizer or Tokenizer.load(self.facts.path)).encode(prompt)
+        else:
+            token_ids = tuple(prompt)
+        check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
+        return token_ids
+
+    def worker_spec(self, config: EngineConfig, *, dtype: str = "float32", **fields: Any) -> WorkerSpec:
+        """What the ranks need; `fields` are further fields of `WorkerSpec`."""
+        return WorkerSpec(
+            agent=causal_lm_agent,
+            world_size=self.tp,
+            agent_args=(str(self.facts.path.resolve()),),
+            agent_kwargs={"max_slots": config.max_slots, "max_length": self.max_length, "dtype": dtype},
+            **{"stop_timeout": config.stop_timeout * _EXECUTOR_SHARE, **fields},
+        )
+
+    def scheduler(self, config: EngineConfig, first_step: int) -> Scheduler:
+        """An empty scheduler with the limits of model and engine."""
+        return Scheduler(
+            max_slots=config.max_slots,
+            max_queue=config.max_queue,
+            max_length=self.max_length,
+            vocab_size=self.facts.vocab_size,
+            eos_token_ids=self.facts.eos_token_ids,
+            first_step=first_step,
+        )
+
+
+def _has_tokenizers() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("tokenizers") is not None
+
+
+def _max_length(facts: CheckpointFacts, config: EngineConfig) -> int:
+    most = min(facts.context_length, facts.sliding_window or facts.context_length)
+    if config.max_length is None:
+        return min(most, _DEFAULT_MAX_LENGTH)
+    if config.max_length > most:
+        raise ConfigError(f"max_length={config.max_length}: {facts.path.name} allows 2 to {most} tokens")
+    return config.max_length
+
+
+class Engine(TaskOwner):
+    """Serves requests with one executor; lives on the event loop on which it is started.
+
+    `wait_tasks` raises the root cause when a rank or a task of the engine fails; requests hear of it by themselves. By
+    then the ranks are gone: a failed engine can be released, but not started again. After a plain `stop` it can, on any
+    loop.
+
+    Args:
+        executor: Its agent understands `mpexec.agent.steps`. The engine starts, stops and releases it.
+        plan: The model that the agent runs.
+        config: Limits; the slots must be those of the agent.
+    """
+
+    def __init__(self, executor: Executor, plan: ModelPlan, config: EngineConfig) -> None:
+        super().__init__()
+        self.executor = executor
+        self.requests = RequestManager()
+        self._plan = plan
+        self._stop_timeout = config.stop_timeout
+        self._engine_loop = EngineLoop(executor, lambda first_step: plan.scheduler(config, first_step), self.requests)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path | None = None,
+        tp: int = 1,
+        *,
+        backend: Backend = "auto",
+        config: EngineConfig | None = None,
+        dtype: str = "float32",
+        **fields: Any,
+    ) -> Self:
+        """Load a model over `tp` ranks; blocks until every rank is ready. `start` and `generate` come next.
+
+        Args:
+            path: Local folder with a Hugging Face causal language model; None is the bundled one.
+            tp: Number of ranks that share every layer.
+            backend: "auto" runs a model on one rank inside this process, else each rank is a process.
+            config: Limits of the engine.
+            dtype: Of weights and cache: "float32", "bfloat16" or "float16".
+            fields: Further fields of `WorkerSpec`, for example `start_method` and `device`.
+
+        Raises:
+            ConfigError: Found before any rank starts.
+            StartupError: A rank did not become ready; nothing is left behind.
+        """
+        from mpexec.executor import build_executor
+
+        config = config or EngineConfig()
+        plan = ModelPlan.read(path, tp, config)
+        return cls(build_executor(plan.worker_spec(config, dtype=dtype, **fields), backend), plan, config)
+
+    @classmethod
+    async def from_pretrained_async(
+        cls,
+        path: str | Path | None = None,
+        tp: int = 1,
+        *,
+        backend: Backend = "auto",
+        config: EngineConfig | None = None,
+        dtype: str = "float32",
+        **fields: Any,
+    ) -> Self:
+        """As `from_pretrained`, without blocking the loop. If it is cancelled, ranks are released once they exist."""
+        from mpexec.executor.threads import in_thread
+
+        return await in_thread(
+            lambda: cls.from_pretrained(path, tp, backend=backend, config=config, dtype=dtype, **fields),
+            name="mpexec-load",
+            abandoned=lambda made: made.release(),
+        )
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The model and its limits."""
+        return self._plan
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Continue a prompt; iterate over the result with `async for`.
+
+        The request joins at the first iteration. A reader that is slower than the model gets several tokens at once.
+        Leaving the loop, closing the generator or cancelling the task takes the request out before the next step.
+
+        Args:
+            prompt: Text, or token ids.
+            params: How to sample and when to end.
+
+        Raises:
+            ConfigError: At once: the prompt is empty, too long or not of this vocabulary.
+            QueueFullError: While iterating: no room for another request.
+            EngineStoppedError: While iterating: the engine failed (`__cause__` is the root cause) or was stopped.
+            WrongStateError: While iterating: never started, or started on another event loop.
+        """
+        return self._generate(self._plan.encode(prompt), params or SamplingParams())
+
+    async def _generate(
+        self, prompt: tuple[int, ...], params: SamplingParams
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        text = TextStream(self._plan.tokenizer) if self._plan.tokenizer is not None else None
+        request = self.requests.post_request(RequestType.GENERATE, Generation(prompt, params))
+        try:
+            while True:
+                response = await request.receive_async()
+                if (error := response.to_exception()) is not None:
+                    raise error
+                piece = text.push(response.token_ids, last=response.is_last) if text is not None else ""
+                yield GenerationOutput(piece, response.token_ids, response.finish_reason, prompt)
+                if response.is_last:
+                    return
+        finally:
+            self.requests.post_cancel(request)
+
+    def health(self) -> Health:
+        """Whether requests are served, without asking the ranks: a rank's end is known here when it happens."""
+        ended = self.requests.stop_response
+        if ended is not None:
+            reason = ended.to_exception()
+            return Health(False, "stopped", reason.__cause__ if reason is not None else None)
+        return Health(True, "running") if self.requests.accepting else Health(False, "new")
+
+    def metrics(self) -> Metrics:
+        """The counts of this moment."""
+        loop = self._engine_loop
+        return Metrics(
+            **loop.counters.as_dict(),
+            running=loop.scheduler.running,
+            waiting=loop.scheduler.waiting,
+            tokens_per_second=loop.tokens_per_second(),
+        )
+
+    def _open(self, tasks: TaskSet) -> None:
+        self._engine_loop.start()
+        tasks.start(self._engine_loop.wait_tasks(), name="engine_loop")
+
+    async def start_async(self) -> None:
+        """Start the executor's agents and the tasks; requests are served when this returns."""
+        if not self.running:
+            await self._engine_loop.start_async()
+        self.start()
+
+    async def _close(self) -> None:
+        await self._engine_loop.stop_async()
+
+    def stop(self) -> None:
+        """End the tasks and stop the ranks' agents; every pending request hears of it.
+
+        On the thread of the engine's loop this is a request, and `wait_tasks` ends when it is done. From any other
+        thread it blocks until then, bounded by the stop timeout.
+
+        Raises:
+            TimeoutError: The engine's loop did not get to it.
+        """
+        loop = self._loop
+        if loop is None or not loop.is_running() or _runs_here(loop):
+            super().stop()
+        else:
+            asyncio.run_coroutine_threadsafe(self.stop_async(), loop).result(self._stop_timeout + _LOOP_PATIENCE_S)
+
+    def release(self) -> None:
+        """Free the ranks; blocks up to the stop timeout. Works in any state, twice, and after a failure."""
+        self.stop()
+        self._engine_loop.release()
+
+    async def release_async(self) -> None:
+        """As `release`, without blocking the loop."""
+        try:
+            await self.stop_async()
+        finally:
+            await self._engine_loop.release_async()
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

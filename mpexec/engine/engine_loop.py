@@ -1,0 +1,272 @@
+"""EngineLoop: takes requests, drives the executor one step at a time, hands out what comes back.
+
+Its tasks and the order of its end (siblings, executor stopped, executor released, root cause out) are those of
+lmdeploy's engine loop; every ending of every task counts here, and none can hide the first one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from mpexec.agent.steps import StepInput, StepOutput
+from mpexec.engine.request import Generation, Request, RequestManager, RequestType, Response, ResponseType
+from mpexec.engine.scheduler import Progress, Scheduler
+from mpexec.errors import (
+    ConfigError,
+    ExecutorBrokenError,
+    ExecutorStoppedError,
+    QueueFullError,
+    TransportError,
+    attach_others,
+)
+from mpexec.tasks import TaskOwner, TaskSet
+
+if TYPE_CHECKING:
+    from mpexec.executor.base import Executor
+
+logger = logging.getLogger(__name__)
+
+_RATE_WINDOW_S = 10.0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What one engine has done since it was made.
+
+    Attributes:
+        requests: Taken by the loop, refused ones included.
+        finished: Ended by "stop" or "length".
+        cancelled: Given up by the caller while they waited or ran.
+        refused: Answered with QUEUE_FULL or INPUT_ERROR.
+        prompt_tokens: Tokens of the prompts accepted.
+        generated_tokens: New tokens handed out.
+        steps: Steps of the model.
+    """
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+class EngineLoop(TaskOwner):
+    """The background tasks of one engine.
+
+    When one of them fails, every request is answered with the root cause before anything else happens. Then the other
+    tasks are ended, the executor is stopped and released, and `wait_tasks` raises the root cause. After a plain `stop`
+    the executor is stopped only, and `start` may follow.
+
+    Args:
+        executor: Runs an agent that understands `mpexec.agent.steps`; started and stopped by the loop.
+        new_scheduler: Makes an empty scheduler for each start; its argument is the id of the first step.
+        requests: Opened and closed by the loop.
+    """
+
+    def __init__(self, executor: Executor, new_scheduler: Callable[[int], Scheduler], requests: RequestManager) -> None:
+        super().__init__()
+        self._executor = executor
+        self._new_scheduler = new_scheduler
+        self._requests = requests
+        self.scheduler = new_scheduler(1)
+        self.counters = Counters()
+        self._tokens_at: deque[tuple[float, int]] = deque()
+        self._end: asyncio.Task[BaseException | None] | None = None
+
+    def tokens_per_second(self) -> float:
+        """New tokens per second over the last ten seconds, or over the time since the first of them."""
+        now = time.monotonic()
+        recent = [(at, tokens) for at, tokens in self._tokens_at if now - at <= _RATE_WINDOW_S]
+        if not recent:
+            return 0.0
+        return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1e-3)
+
+    def _open(self, tasks: TaskSet) -> None:
+        self._requests.open()
+        self.scheduler = self._new_scheduler(self.scheduler.next_step_id)
+        self._started = tasks
+        self._end = None
+        self._work = asyncio.Event()
+        self._executor_started = asyncio.Event()
+        self._outbox: asyncio.Queue[list[Progress]] = asyncio.Queue()
+        self._own: list[asyncio.Task[None]] = []
+        for work, name in (
+            (self._run_executor(), "executor"),
+            (self._preprocess_loop(), "preprocess_loop"),
+            (self._main_loop(), "main_loop"),
+            (self._response_loop(), "response_loop"),
+        ):
+            task = tasks.start(work, name=name)
+            # After the set's own callback, so that the failure is known: callers hear of it in this turn of the loop.
+            task.add_done_callback(lambda _: self._requests.close(root_cause(tasks.failure)))
+            self._own.append(task)
+
+    async def start_async(self) -> None:
+        """Start the executor and the tasks. Callers may send requests when this returns."""
+        if not self.running:
+            await self._executor.start_async()
+        self.start()
+
+    async def _run_executor(self) -> None:
+        await self._executor.start_async()
+        self._executor_started.set()
+        await self._executor.wait_tasks()
+        raise ExecutorStoppedError("the executor was stopped while the engine was using it; stop the engine instead")
+
+    async def _preprocess_loop(self) -> None:
+        while True:
+            for request in await self._requests.take_async():
+                self._take(request)
+
+    def _take(self, request: Request) -> None:
+        if request.type is RequestType.CANCEL:
+            self.counters.cancelled += self.scheduler.cancel(request.data)
+            return
+        generation: Generation = request.data
+        self.counters.requests += 1
+        try:
+            self.scheduler.add(request.request_id, generation.prompt_token_ids, generation.params)
+        except (QueueFullError, ConfigError) as error:
+            kind = ResponseType.QUEUE_FULL if isinstance(error, QueueFullError) else ResponseType.INPUT_ERROR
+            self.counters.refused += 1
+            self._requests.post_response(request, Response(kind, error=error))
+        else:
+            self.counters.prompt_tokens += len(generation.prompt_token_ids)
+            self._work.set()
+
+    async def _main_loop(self) -> None:
+        await self._executor_started.wait()
+        while True:
+            step = self.scheduler.next_step()
+            if step is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            output = await self._run_step(step)
+            self.counters.steps += 1
+            self._outbox.put_nowait(self.scheduler.complete(output))
+
+    async def _run_step(self, step: StepInput) -> StepOutput:
+        """Run one step on all ranks; an executor that was lost gives the root cause, not the news of it."""
+        try:
+            await self._executor.forward_async(step)
+            output = await self._executor.get_output_async()
+            while isinstance(output, StepOutput) and output.step_id < step.step_id:
+                logger.debug("late output dropped: step=%d expected=%d", output.step_id, step.step_id)
+                output = await self._executor.get_output_async()
+        except ExecutorBrokenError as error:
+            broken = error
+        else:
+            if not isinstance(output, StepOutput):
+                raise TransportError(f"the agent put out a {type(output).__name__}, expected a StepOutput")
+            return output
+        raise root_cause(broken) or broken
+
+    async def _response_loop(self) -> None:
+        while True:
+            progress = await self._outbox.get()
+            for one in progress:
+                self._hand_out(one)
+            self._tokens_at.append((time.monotonic(), len(progress)))
+            while self._tokens_at[-1][0] - self._tokens_at[0][0] > _RATE_WINDOW_S:
+                self._tokens_at.popleft()
+
+    def _hand_out(self, one: Progress) -> None:
+        self.counters.generated_tokens += 1
+        self.counters.finished += one.finish_reason is not None
+        request = self._requests.find(one.request_id)
+        if request is not None:
+            kind = ResponseType.SUCCESS if one.finish_reason is None else ResponseType.FINISH
+            self._requests.post_response(request, Response(kind, (one.token_id,), one.finish_reason))
+
+    async def wait_tasks(self) -> None:
+        """Wait until a task or a rank fails; return only after `stop`.
+
+        Raises:
+            BaseException: The root cause. The other tasks have ended and the executor has been stopped and released.
+        """
+        tasks = self._tasks
+        if tasks is None:
+            return
+        try:
+            await tasks.wait()
+        except BaseException:
+            # A cancelled wait leaves the tasks alone while others wait; the last one has taken them along.
+            if all(task.done() for task in self._own):
+                await self._finish(tasks)
+            raise
+        if await self._finish(tasks):
+            raise asyncio.CancelledError
+
+    async def _close(self) -> None:
+        if await self._finish(self._started):
+            raise asyncio.CancelledError
+
+    async def _finish(self, tasks: TaskSet) -> bool:
+        """Stop the executor; after a failure release it too. Once, however many wait for it.
+
+        A cancellation does not cut it short. The return value tells the caller whether there was one, so that it can
+        be passed on where it hides no root cause.
+        """
+        if self._end is None:
+            self._end = asyncio.create_task(self._end_executor(tasks.failure), name="EngineLoop.end_executor")
+        interrupted = False
+        while not self._end.done():
+            try:
+                await asyncio.wait({self._end})
+            except asyncio.CancelledError:
+                interrupted = True
+        error = None if self._end.cancelled() else self._end.result()
+        if error is not None and tasks.failure is None:
+            raise error
+        return interrupted
+
+    async def _end_executor(self, failure: BaseException | None) -> BaseException | None:
+        """Return the first error of the clean-up itself; next to a failure it is kept as one of its `others`."""
+        errors: list[BaseException] = []
+        steps = [self._executor.stop_async]
+        if failure is not None:
+            steps.append(self._executor.release_async)
+        for step in steps:
+            try:
+                await step()
+            except Exception as error:  # the next step must run, and the root cause must stay the root cause
+                logger.warning("the executor did not end cleanly: step=%s error=%r", step.__name__, error)
+                errors.append(error)
+        if failure is not None and errors:
+            earlier: ExceptionGroup[Exception] | None = getattr(failure, "others", None)
+            attach_others(failure, [*(earlier.exceptions if earlier else ()), *errors])
+        return errors[0] if errors else None
+
+    def release(self) -> None:
+        """Free the executor's ranks; blocks up to the stop timeout. Works in any state, twice, and after a failure."""
+        self.stop()
+        self._requests.close(None)
+        self._executor.release()
+
+    async def release_async(self) -> None:
+        """As `release`, without blocking the loop."""
+        try:
+            await self.stop_async()
+        finally:
+            self._requests.close(None)
+            await self._executor.release_async()
+
+
+def root_cause(error: BaseException | None) -> BaseException | None:
+    """What lies beneath the news that an executor is broken or stopped."""
+    while isinstance(error, ExecutorBrokenError | ExecutorStoppedError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error

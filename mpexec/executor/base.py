@@ -1,0 +1,485 @@
+"""What every executor is: a state, a call surface, the verbs. How calls travel is the subclass's business."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import enum
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from mpexec.config import Topology, WorkerSpec
+from mpexec.deadline import Deadline
+from mpexec.errors import ConfigError, ExecutorStoppedError, WrongStateError
+from mpexec.executor.pending import CallTable, PendingCall, broken_error
+from mpexec.executor.threads import in_thread
+from mpexec.messages import Call, method_name
+
+logger = logging.getLogger(__name__)
+
+Method = str | Callable[..., Any]
+Ranks = int | range | tuple[int, ...] | list[int]
+
+
+class State(enum.Enum):
+    """States of an executor; the ranks are alive in READY, RUNNING and STOPPED."""
+
+    NEW = "NEW"
+    STARTING = "STARTING"
+    READY = "READY"
+    RUNNING = "RUNNING"
+    STOPPED = "STOPPED"
+    BROKEN = "BROKEN"
+    RELEASED = "RELEASED"
+
+
+_MOVES = {
+    State.NEW: {State.STARTING, State.RELEASED},
+    State.STARTING: {State.READY, State.BROKEN, State.RELEASED},
+    State.READY: {State.RUNNING, State.STOPPED, State.BROKEN, State.RELEASED},
+    State.RUNNING: {State.STOPPED, State.BROKEN, State.RELEASED},
+    State.STOPPED: {State.RUNNING, State.BROKEN, State.RELEASED},
+    State.BROKEN: {State.RELEASED},
+    State.RELEASED: set(),
+}
+_ALIVE = frozenset({State.READY, State.RUNNING, State.STOPPED})
+
+
+class Executor:
+    """One call, N ranks, N replies. Thread-safe; belongs to no event loop.
+
+    Construction returns when every rank is ready. `with` and `async with` start it on entry, and stop and release it on
+    exit; a background failure is raised there if the block itself did not raise.
+
+    Args:
+        agent: A `ModelAgent` class or a callable that makes one inside each rank, or a whole `WorkerSpec`.
+        options: Fields of `WorkerSpec`.
+
+    Raises:
+        ConfigError: A value that cannot work.
+        StartupError: A rank did not become ready; nothing is left behind.
+    """
+
+    def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
+        self.spec = make_spec(agent, options)
+        self.topology: Topology = self.spec.topology
+        self._state = State.NEW
+        self._state_lock = threading.RLock()
+        self._root: BaseException | None = None
+        self._calls = CallTable()
+        self._methods: frozenset[str] = frozenset()
+        self._background: PendingCall | None = None
+        self._stopping = False
+        self._told = False  # a caller has been told why the executor is broken
+        self._all_ranks = tuple(self.topology.ranks)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """The present state."""
+        return self._state
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.topology.world_size
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, index = rank."""
+        raise NotImplementedError
+
+    def _enter(self, state: State) -> None:
+        """Move to another state, here and nowhere else.
+
+        Raises:
+            WrongStateError: The move is not allowed.
+        """
+        with self._state_lock:
+            if state not in _MOVES[self._state]:
+                raise WrongStateError(f"cannot go from {self._state.name} to {state.name}", state=self._state.name)
+            self._state = state
+
+    def _check_alive(self) -> None:
+        """Raise what a call must raise when the ranks are not there to take it."""
+        state = self._state
+        if state in _ALIVE and not self._stopping:
+            return
+        if state is State.BROKEN and self._root is not None:
+            raise broken_error(self._root)
+        if state is State.RELEASED or self._stopping:
+            raise ExecutorStoppedError("the executor has been released" if state is State.RELEASED else "the executor stops")
+        raise WrongStateError(f"the executor is {state.name}", state=state.name)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def collective_rpc(
+        self,
+        method: Method,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        args_per_rank: Sequence[tuple[Any, ...]] | None = None,
+        ranks: Ranks | None = None,
+        reply_ranks: Ranks | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Run a method on ranks, wait for all of them, and give the values, ordered by rank. Blocks this thread.
+
+        All ranks start calls in one total order. Sync methods run to their end in that order; coroutines start in it
+        and overlap, and their order of progress differs between ranks: only sync methods, or one task per agent, may
+        issue collectives.
+
+        Args:
+            method: A public method name of worker or agent, or a callable that takes the worker as first argument.
+            args: Positional arguments, the same for every rank. Large arrays arrive as read-only views, tensors as
+                private ones.
+            kwargs: Keyword arguments, the same for every rank.
+            args_per_rank: In place of `args`: one tuple per rank in `ranks`; each rank receives its own only.
+            ranks: Who runs it; None is all.
+            reply_ranks: Whose values return; None is all that run it, () is nobody, an integer gives that rank's bare
+                value. Every rank reports completion in any case, so a failure is never lost.
+            timeout: Seconds for the whole call, sending included; None waits, and logs every rank's state after 60 s
+                and at each doubling.
+
+        Raises:
+            AttributeError: No such public method; nothing was sent.
+            ConfigError: Bad ranks, sizes or timeout; nothing was sent.
+            SerializationError: Something cannot be pickled; nothing else is disturbed.
+            RPCTimeoutError: The deadline passed; the executor is BROKEN.
+            WorkerDiedError: A rank's process ended; the executor is BROKEN.
+            ExecutorStoppedError: `stop` or `release` was called meanwhile.
+            ExecutorBrokenError: The executor was broken before.
+            Exception: What the method raised on a rank, with `__cause__` a `RemoteTraceback` and further failures in
+                `.others`. If every rank answered, the executor stays usable; else it is BROKEN.
+        """
+        pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout)
+        try:
+            self._wait(pending)
+        except BaseException:
+            self._abandon(pending)
+            raise
+        return self._outcome(pending)
+
+    async def collective_rpc_async(
+        self,
+        method: Method,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        args_per_rank: Sequence[tuple[Any, ...]] | None = None,
+        ranks: Ranks | None = None,
+        reply_ranks: Ranks | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """As `collective_rpc`, on any event loop. Cancelling it abandons the call: its coroutines are cancelled on the
+        ranks, a sync method runs to its end, its replies are dropped, and the executor stays usable.
+        """
+        pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout)
+        try:
+            await self._wait_async(pending)
+        except BaseException:
+            self._abandon(pending)
+            raise
+        return self._outcome(pending)
+
+    def submit_rpc(
+        self,
+        method: Method,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        args_per_rank: Sequence[tuple[Any, ...]] | None = None,
+        ranks: Ranks | None = None,
+        reply_ranks: Ranks | None = None,
+        timeout: float | None = None,
+    ) -> concurrent.futures.Future[Any]:
+        """As `collective_rpc`, but returns a future at once. Cancelling the future abandons the call."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout)
+
+        def hand_over(done: PendingCall) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(done.outcome())
+            except BaseException as error:
+                future.set_exception(error)
+
+        def abandon_if_cancelled(done: concurrent.futures.Future[Any]) -> None:
+            if done.cancelled():
+                self._abandon(pending)
+
+        pending.on_done(hand_over)
+        future.add_done_callback(abandon_if_cancelled)
+        self._leave_unwaited(pending)
+        return future
+
+    def notify(
+        self,
+        method: Method,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        args_per_rank: Sequence[tuple[Any, ...]] | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """Run a method on ranks and return at once. Its failure reaches `wait_tasks`, as that of a background task."""
+        pending = self._begin(method, args, kwargs, args_per_rank, ranks, (), None)
+        pending.on_done(self._on_notified)
+        self._leave_unwaited(pending)
+
+    def _on_notified(self, pending: PendingCall) -> None:
+        if pending.error is not None and not isinstance(pending.error, ExecutorStoppedError):
+            self._background_failed(pending.error)
+
+    def _outcome(self, pending: PendingCall) -> Any:
+        try:
+            return pending.outcome()
+        except BaseException:
+            self._told = self._told or self._state is State.BROKEN
+            raise
+
+    def _begin(
+        self,
+        method: Method,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        args_per_rank: Sequence[tuple[Any, ...]] | None,
+        ranks: Ranks | None,
+        reply_ranks: Ranks | None,
+        timeout: float | None,
+    ) -> PendingCall:
+        """Check everything, open the call's entry and send it."""
+        self._check_alive()
+        if type(method) is str and method not in self._methods:
+            raise AttributeError(f"no rank has a public method {method!r}; nothing was sent")
+        if type(args) is not tuple:
+            raise ConfigError(f"args must be a tuple, not {args!r}; for one argument write args=(value,)")
+        deadline = Deadline.after(timeout)
+        chosen = self._all_ranks if ranks is None else self.topology.select(ranks)
+        bare = isinstance(reply_ranks, int)
+        wanted = chosen if reply_ranks is None else self._check_reply_ranks(reply_ranks, chosen)
+        if args_per_rank is not None:
+            _check_scatter(args, args_per_rank, chosen)
+        pending = PendingCall(0, method_name(method), chosen, wanted, deadline, self.spec.failure_grace, bare=bare)
+        call = Call(0, method, args, dict(kwargs) if kwargs else {}, None if reply_ranks is None else wanted)
+        self._post(call, pending, args_per_rank)
+        return pending
+
+    def _check_reply_ranks(self, reply_ranks: Ranks, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        wanted = self.topology.select(reply_ranks, "reply_ranks")
+        if extra := set(wanted) - set(chosen):
+            raise ConfigError(f"reply_ranks={reply_ranks!r}: ranks {sorted(extra)} do not run the call ({chosen})")
+        return wanted
+
+    # -- what a subclass provides ----------------------------------------------------------------------------------
+
+    def _post(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
+        """Give the call an id, enter it in the table, send it. Does not wait."""
+        raise NotImplementedError
+
+    def _wait(self, pending: PendingCall) -> None:
+        """Block this thread until the call is over."""
+        raise NotImplementedError
+
+    async def _wait_async(self, pending: PendingCall) -> None:
+        """Wait on this loop until the call is over."""
+        raise NotImplementedError
+
+    def _leave_unwaited(self, pending: PendingCall) -> None:
+        """See to it that the call ends although nobody waits for it."""
+        raise NotImplementedError
+
+    def _abandon(self, pending: PendingCall) -> None:
+        """Forget a call whose caller has gone."""
+        raise NotImplementedError
+
+    def _start_ranks(self) -> None:
+        """Start the workers' background tasks and enter the background call that waits for them."""
+        raise NotImplementedError
+
+    def _stop_ranks(self) -> None:
+        """Stop the workers' background tasks, bounded by `stop_timeout`."""
+        raise NotImplementedError
+
+    def _release_ranks(self) -> None:
+        """Free everything, bounded by `stop_timeout`."""
+        raise NotImplementedError
+
+    def _background_failed(self, error: BaseException) -> None:
+        """A background task, or a call that nobody waits for, has failed: everything stops."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """State of the executor and of every rank, as plain data; never blocks, never raises."""
+        raise NotImplementedError
+
+    def check_health(self) -> bool:
+        """True while calls can make progress. Looks at processes and queues behind no call."""
+        raise NotImplementedError
+
+    async def forward_async(self, inputs: Any) -> None:
+        """Hand one input to every rank's agent; returns when it is sent. At most `max_outputs` may be in flight."""
+        raise NotImplementedError
+
+    async def get_output_async(self) -> Any:
+        """Wait for the next output of the output rank's agent, in the order of the inputs.
+
+        Raises:
+            ExecutorStoppedError: The executor was stopped.
+            BaseException: The failure that ended the background tasks.
+        """
+        raise NotImplementedError
+
+    # -- verbs -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the background tasks of every rank. Blocks until they run; again changes nothing.
+
+        Raises:
+            WrongStateError: It has been released.
+            ExecutorBrokenError: A rank was lost before.
+        """
+        with self._state_lock:
+            if self._state is State.RUNNING:
+                return
+            self._check_alive()
+        self._start_ranks()
+
+    async def wait_tasks(self) -> None:
+        """Wait until a background task of any rank fails, stop the others, and raise that error.
+
+        Returns only after `stop`. May be awaited on several loops at once; an error that came before is raised at once.
+
+        Raises:
+            BaseException: The root cause, with its own type and remote traceback.
+        """
+        background = self._background
+        if background is None:
+            self._check_alive()
+            return
+        await self._wait_async(background)
+        if background.error is not None:
+            raise background.error
+
+    def stop(self) -> None:
+        """Stop the background tasks of every rank; calls in flight end with `ExecutorStoppedError`.
+
+        May be called in any state, from any thread, twice, during a call. Bounded by `stop_timeout`: ranks that do not
+        answer are ended, and the executor is BROKEN then. On the thread of an event loop that runs, it requests the
+        stop and returns; `wait_tasks` ends then.
+        """
+        if self._state not in _ALIVE:
+            return
+        if _on_running_loop():
+            threading.Thread(target=self._stop_ranks, name="mpexec-stop", daemon=True).start()
+        else:
+            self._stop_ranks()
+
+    def release(self) -> None:
+        """Free processes, memory and descriptors. Never raises for what is gone; works after a failure, and twice."""
+        if self._state is not State.RELEASED:
+            self._release_ranks()
+
+    @classmethod
+    async def create_async(cls, *args: Any, **options: Any) -> Self:
+        """Construct without blocking the loop. If it is cancelled, the executor is released as soon as it exists."""
+        return await in_thread(lambda: cls(*args, **options), name="mpexec-create", abandoned=lambda made: made.release())
+
+    async def start_async(self) -> None:
+        """As `start`, without blocking the loop."""
+        await in_thread(self.start, name="mpexec-start")
+
+    async def stop_async(self) -> None:
+        """As `stop`; returns when everything has stopped, without blocking the loop."""
+        await in_thread(self.stop, name="mpexec-stop")
+
+    async def release_async(self) -> None:
+        """As `release`, without blocking the loop."""
+        await in_thread(self.release, name="mpexec-release")
+
+    async def run(self) -> None:
+        """start, wait_tasks, stop, release in one coroutine.
+
+        Raises:
+            BaseException: The first failure; everything has been released.
+        """
+        try:
+            await self.start_async()
+            await self.wait_tasks()
+        finally:
+            try:
+                await self.stop_async()
+            finally:
+                await self.release_async()
+
+    def _background_error(self) -> BaseException | None:
+        return self._background.error if self._background is not None and not self._told else None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        failure = self._background_error()
+        try:
+            self.stop()
+        finally:
+            self.release()
+        if error is None and failure is not None:
+            raise failure
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start_async()
+        except BaseException:
+            await self.release_async()
+            raise
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        failure = self._background_error()
+        try:
+            await self.stop_async()
+        finally:
+            await self.release_async()
+        if error is None and failure is not None:
+            raise failure
+
+
+def make_spec(agent: Callable[..., Any] | WorkerSpec, options: Mapping[str, Any]) -> WorkerSpec:
+    """The spec meant by an executor's arguments.
+
+    Raises:
+        ConfigError: An unknown option, or a bad value.
+    """
+    unknown = set(options) - set(WorkerSpec.__dataclass_fields__)
+    if unknown:
+        raise ConfigError(f"unknown options {sorted(unknown)}; the fields of WorkerSpec are the options")
+    given = {name: value for name, value in options.items() if not (name == "agent_kwargs" and value is None)}
+    if given.get("env", ...) is None:
+        given["env"] = {}
+    return agent.with_changes(**given) if isinstance(agent, WorkerSpec) else WorkerSpec(agent=agent, **given)
+
+
+def _check_scatter(args: tuple[Any, ...], args_per_rank: Sequence[tuple[Any, ...]], chosen: tuple[int, ...]) -> None:
+    if args:
+        raise ConfigError("give args or args_per_rank, not both")
+    if len(args_per_rank) != len(chosen) or not all(type(own) is tuple for own in args_per_rank):
+        raise ConfigError(f"args_per_rank must hold one tuple for each of the {len(chosen)} ranks {chosen}")
+
+
+def _on_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,438 @@
+"""Whoever waits, drains: threads, event loops and, where nobody waits, the monitor thread.
+
+All of them call `pump`, which reads every reply ring and hands out what belongs to others. What differs is who sleeps
+where. A word in shared memory tells the ranks which of three doorbells to ring after a reply:
+
+    THREAD    one blocked thread, the leader; other blocked threads wait at gates that the pump opens
+    LOOP      event loops with a waiter
+    MONITOR   calls that nobody waits for
+
+While somebody spins, the word is 0: a reply then costs the ranks no system call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from mpexec.errors import TransportError
+from mpexec.executor.pending import PendingCall, open_gate
+from mpexec.transport import linux
+from mpexec.transport.channel import Receiver
+from mpexec.transport.doorbell import Spinner
+from mpexec.transport.ring import DRIVER_PARKED, Record
+from mpexec.transport.segment import Segment
+
+logger = logging.getLogger(__name__)
+
+THREAD, LOOP, MONITOR = 1, 2, 4
+
+
+class Waitable(Protocol):
+    """What can be waited for: a call, or an output."""
+
+    done: bool
+    waited: bool
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Ask to be told of changes."""
+
+    def unwatch(self, changed: Callable[[], None]) -> None:
+        """Undo `watch`."""
+
+    def next_expiry(self) -> int | None:
+        """Monotonic ns of the next moment at which time alone changes something."""
+
+
+class Handlers(Protocol):
+    """What the inbox asks of its executor; called with the pump held, except `expire`."""
+
+    def on_record(self, rank: int, receiver: Receiver, record: Record) -> None:
+        """One record of a rank."""
+
+    def on_corrupt(self, rank: int, error: TransportError) -> None:
+        """A rank's ring is not what it must be."""
+
+    def flush(self) -> None:
+        """Send calls that had found no room."""
+
+    def wake_rank(self, rank: int) -> None:
+        """Ring a rank's doorbell: it waits for room in its reply ring."""
+
+    def expire(self, waiting: Waitable) -> None:
+        """Time has changed something for a waiting call; may take a while."""
+
+
+class Inbox:
+    """The replies of all ranks, and everybody who waits for them.
+
+    Args:
+        board: The call ring's segment, whose header holds the parked word.
+        receivers: The reading ends of the reply rings, index = rank.
+        handlers: The executor's side.
+    """
+
+    def __init__(self, board: Segment, receivers: list[Receiver], handlers: Handlers) -> None:
+        self.bells = [linux.OwnedFd(linux.eventfd()) for _ in range(3)]
+        self._words = board.words
+        self._receivers = receivers
+        self._heads = [(receiver.ring.words, receiver.ring) for receiver in receivers]
+        self._handlers = handlers
+        self._pump_lock = threading.RLock()
+        self._park_lock = threading.Lock()
+        self._events: deque[Callable[[], None]] = deque()
+        self._later: deque[Callable[[], None]] = deque()
+        self._leader: int | None = None
+        self._leader_parked = False
+        self._followers: deque[tuple[int, threading.Lock]] = deque()
+        self._loops: dict[asyncio.AbstractEventLoop, int] = {}
+        self._probing = 0
+        self._mask = 0
+        self._unwaited = 0
+        self._covered = 0
+        self._spinner = Spinner()
+        self._closed = False
+
+    # -- draining ------------------------------------------------------------------------------------------------
+
+    def has_news(self) -> bool:
+        """True if `pump` has something to do."""
+        for words, ring in self._heads:
+            if words[0] != ring.tail:
+                return True
+        return bool(self._events)
+
+    def pump(self) -> None:
+        """Read all reply rings, apply events, hand out. Any thread; never waits for a process."""
+        with self._pump_lock:
+            if self._closed or _is_gone(self._handlers):
+                return
+            for rank, receiver in enumerate(self._receivers):
+                if receiver.ring.words[0] != receiver.ring.tail:
+                    self._drain(rank, receiver)
+            self._handlers.flush()
+            while self._events:
+                self._events.popleft()()
+        while self._later:
+            try:
+                self._later.popleft()()
+            except IndexError:  # another thread took it
+                break
+        self.kick()
+
+    def _drain(self, rank: int, receiver: Receiver) -> None:
+        ring = receiver.ring
+        try:
+            while (record := ring.read()) is not None:
+                self._handlers.on_record(rank, receiver, record)
+                ring.advance()
+                if ring.writer_wants_space():
+                    self._handlers.wake_rank(rank)
+        except TransportError as error:
+            self._handlers.on_corrupt(rank, error)
+
+    def post(self, event: Callable[[], None]) -> None:
+        """Have `event` run inside the pump, now, in this thread or in the one that is pumping."""
+        self._events.append(event)
+        self.pump()
+
+    def later(self, callback: Callable[[], None]) -> None:
+        """From inside the pump: run a user's callback once the pump is free again."""
+        self._later.append(callback)
+
+    def kick(self) -> None:
+        """Wake the leader if it sleeps: another thread may have ended its call."""
+        if self._leader_parked and self._leader != threading.get_ident():
+            linux.ring_eventfd(self.bells[0].fd)
+
+    # -- the parked word -----------------------------------------------------------------------------------------
+
+    def _publish(self) -> int:
+        """Write down who must be woken; with the park lock held. The caller fences and looks again if it is not 0."""
+        if self._leader is not None:
+            mask = THREAD if self._leader_parked else 0
+        elif self._probing:
+            mask = 0
+        else:
+            mask = LOOP if self._loops else 0
+            if self._unwaited or (self._covered and not self._loops):
+                mask |= MONITOR
+        if mask != self._mask:
+            self._mask = self._words[DRIVER_PARKED] = mask
+        return mask
+
+    def _republish(self) -> None:
+        with self._park_lock:
+            if self._closed:
+                return
+            mask = self._publish()
+        if mask:
+            linux.fence()
+            if self.has_news():
+                self.pump()
+
+    def count_unwaited(self, change: int, *, covered: bool = False) -> None:
+        """Note how many calls in flight nobody waits for; `covered` ones are drained by any loop that waits."""
+        with self._park_lock:
+            if covered:
+                self._covered += change
+            else:
+                self._unwaited += change
+        if change > 0:
+            self._republish()
+
+    def on_monitor_bell(self) -> None:
+        """The monitor thread's callback for its doorbell."""
+        linux.drain_eventfd(self.bells[2].fd)
+        self.pump()
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def wait(self, pending: PendingCall) -> None:
+        """Block this thread until the call is over."""
+        me = threading.get_ident()
+        pending.waited = True
+        try:
+            while not pending.done:
+                if self._claim(me):
+                    self._lead(pending)
+                else:
+                    self._follow(pending, me)
+        finally:
+            if self._leader == me:
+                self._hand_on()
+
+    def _claim(self, me: int) -> bool:
+        if self._leader is not None and self._leader != me:
+            return False
+        with self._park_lock:
+            if self._leader is not None and self._leader != me:
+                return False
+            self._leader = me
+            self._publish()
+        return True
+
+    def _lead(self, pending: PendingCall) -> None:
+        if self.has_news():
+            self.pump()
+        spinner = self._spinner
+
+        def found() -> bool:
+            if self.has_news():
+                self.pump()
+            return pending.done
+
+        if pending.done or (spinner.wants_to_spin() and spinner.spin(found)):
+            return
+        try:
+            self._leader_parked = True
+            self._republish()
+            began = time.monotonic_ns()
+            while not pending.done:
+                self._sleep(pending)
+            spinner.woke_after(time.monotonic_ns() - began)
+        finally:
+            self._leader_parked = False
+
+    def _sleep(self, pending: PendingCall) -> None:
+        bell = self.bells[0].fd
+        poll = select.poll()
+        poll.register(bell, select.POLLIN)
+        expiry = pending.next_expiry()
+        poll.poll(None if expiry is None else max(0, -((time.monotonic_ns() - expiry) // 1_000_000)))
+        linux.drain_eventfd(bell)
+        self.pump()
+        if not pending.done and expiry is not None and time.monotonic_ns() >= expiry:
+            self._handlers.expire(pending)
+
+    def _follow(self, pending: PendingCall, me: int) -> None:
+        gate = threading.Lock()
+        gate.acquire()
+        entry = (me, gate)
+        self._followers.append(entry)
+        pending.gate = gate
+        try:
+            # Look once more: the last leader may have left, or ended this call, before it could see us.
+            if pending.done or self._leader is None or self._leader == me:
+                return
+            expiry = pending.next_expiry()
+            left = -1.0 if expiry is None else max(0.0, (expiry - time.monotonic_ns()) / 1e9)
+            if not gate.acquire(timeout=left) and not pending.done:
+                self._handlers.expire(pending)
+        finally:
+            pending.gate = None
+            if entry in self._followers:
+                self._followers.remove(entry)
+
+    def _hand_on(self) -> None:
+        """Give the lead to the follower that waits longest, by name, so that a busy caller cannot starve it."""
+        with self._park_lock:
+            heir = self._followers.popleft() if self._followers else None
+            self._leader = heir[0] if heir is not None else None
+            mask = self._publish()
+        if heir is not None:
+            open_gate(heir[1])
+        elif mask:
+            linux.fence()
+            if self.has_news():
+                self.pump()
+
+    # -- event loops -------------------------------------------------------------------------------------------------
+
+    async def wait_async(self, waiting: Waitable) -> None:
+        """Wait on the running loop until the call or output has come. The loop gets its turns meanwhile."""
+        if waiting.done or await self._probe(waiting):
+            return
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+        here = threading.get_ident()
+
+        def changed() -> None:
+            if threading.get_ident() == here:
+                woken.set()
+            else:
+                _call_soon(loop, woken.set)
+
+        waiting.waited = True
+        waiting.watch(changed)
+        self._attach(loop)
+        try:
+            while not waiting.done:
+                await self._sleep_async(loop, waiting, woken)
+        finally:
+            waiting.unwatch(changed)
+            self._detach(loop)
+
+    async def _sleep_async(self, loop: asyncio.AbstractEventLoop, waiting: Waitable, woken: asyncio.Event) -> None:
+        woken.clear()
+        expiry = waiting.next_expiry()
+        if waiting.done:
+            return
+        timer = None
+        if expiry is not None:
+            timer = loop.call_later(max(0.0, (expiry - time.monotonic_ns()) / 1e9), woken.set)
+        try:
+            await woken.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if not waiting.done and expiry is not None and time.monotonic_ns() >= expiry:
+            await self._expire_async(waiting, woken)
+
+    async def _expire_async(self, waiting: Waitable, woken: asyncio.Event) -> None:
+        """Collecting stacks takes a while, so it runs beside the loop; a change of the call ends the wait for it."""
+        woken.clear()
+        loop = asyncio.get_running_loop()
+
+        def body() -> None:
+            self._handlers.expire(waiting)
+            _call_soon(loop, woken.set)
+
+        threading.Thread(target=body, name="mpexec-expire", daemon=True).start()
+        await woken.wait()
+
+    async def _probe(self, waiting: Waitable) -> bool:
+        """Spin without starving anybody: each look gives the core to the ranks and a turn to the loop's other tasks."""
+        if not self._spinner.wants_to_spin():
+            return False
+        with self._park_lock:
+            self._probing += 1
+            self._publish()
+        try:
+            for _ in range(60):
+                os.sched_yield()
+                if self.has_news():
+                    self.pump()
+                if waiting.done:
+                    return True
+                await asyncio.sleep(0)
+            self._spinner.missed()
+            return False
+        finally:
+            with self._park_lock:
+                self._probing -= 1
+            self._republish()
+
+    def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._park_lock:
+            count = self._loops.get(loop, 0)
+            self._loops[loop] = count + 1
+            if not count:
+                loop.add_reader(self.bells[1].fd, self._on_loop_bell)
+        self._republish()
+        if self.has_news():
+            self.pump()
+
+    def _detach(self, loop: asyncio.AbstractEventLoop) -> None:
+        with self._park_lock:
+            count = self._loops.get(loop, 0) - 1
+            if count > 0:
+                self._loops[loop] = count
+            elif count == 0:
+                del self._loops[loop]
+                if not self.bells[1].closed:
+                    loop.remove_reader(self.bells[1].fd)
+        self._republish()
+
+    def _on_loop_bell(self) -> None:
+        linux.drain_eventfd(self.bells[1].fd)
+        self.pump()
+
+    def close(self) -> None:
+        """Stop watching and close the doorbells. Every call has been ended; each loop removes its watch itself."""
+        with self._pump_lock, self._park_lock:
+            self._closed = True
+            loops = list(self._loops)
+            self._loops.clear()
+        for loop in loops:
+            self._remove_from(loop)
+        for bell in self.bells:
+            bell.close()
+
+    def _remove_from(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take our doorbell out of a loop before its number is closed; on that loop's own thread where it runs."""
+        fd = self.bells[1].fd
+        if not loop.is_running() or loop is _running_loop():
+            if not loop.is_closed():
+                loop.remove_reader(fd)
+            return
+        removed = threading.Event()
+
+        def remove() -> None:
+            loop.remove_reader(fd)
+            removed.set()
+
+        if _call_soon(loop, remove):
+            removed.wait(1.0)
+
+
+def _is_gone(handlers: Handlers) -> bool:
+    """True once the executor behind a weak proxy has been collected."""
+    try:
+        handlers.flush  # noqa: B018
+    except ReferenceError:
+        return True
+    return False
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> bool:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:  # the loop is closed; its waiters are gone with it
+        logger.debug("a loop that had waited is closed")
+        return False
+    return True

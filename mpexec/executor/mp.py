@@ -1,0 +1,560 @@
+"""MPExecutor: one process per rank on this machine, shared memory between, and a failure contract with numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpexec.config import WorkerSpec
+from mpexec.deadline import Deadline
+from mpexec.errors import ExecutorStoppedError, RPCTimeoutError, SerializationError, TransportError
+from mpexec.executor.base import Executor, State
+from mpexec.executor.group import RankGroup, died_error
+from mpexec.executor.inbox import Inbox, Waitable
+from mpexec.executor.link import Link
+from mpexec.executor.outputs import Outputs
+from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
+from mpexec.executor.stacks import collect_stacks
+from mpexec.messages import Call, Failure
+from mpexec.processes import Death, refuse_while_importing_main
+from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver
+from mpexec.transport.frame import Frame, dumps, encode, is_plain
+from mpexec.transport.linux import ring_eventfd
+from mpexec.transport.ring import WANT_SPACE, Record
+from mpexec.worker.main import LinkFacts
+
+logger = logging.getLogger(__name__)
+
+DEPRECATED = (
+    "MPExecutor is driven best through mpexec.build_executor(...), which picks the executor; "
+    "RayExecutor is the way to several machines. MPExecutor itself stays and keeps its contract."
+)
+
+
+class MPExecutor(Executor):
+    """One process per rank on this machine.
+
+    A rank's death, also by SIGKILL, reaches every caller at once. See `Executor` for the calls and the verbs, and
+    `WorkerSpec` for the options.
+
+    Args:
+        agent: A `ModelAgent` class or a callable that makes one inside each rank, or a whole `WorkerSpec`.
+        options: Fields of `WorkerSpec`: world_size, worker_cls, agent_args, agent_kwargs, start_method, device, env,
+            init_timeout, stop_timeout, failure_grace, ...
+
+    Raises:
+        ConfigError: A value that cannot work.
+        SerializationError: The agent's class or arguments cannot be pickled.
+        StartupError: A rank did not become ready; its error is the cause. Nothing is left behind.
+    """
+
+    def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
+        if options.pop("_warn", True):
+            warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
+        super().__init__(agent, **options)
+        refuse_while_importing_main()
+        self._enter(State.STARTING)
+        self._backlog: deque[tuple[int, int, Parcel, tuple[int, ...]]] = deque()
+        self._outputs = Outputs(self.spec.max_outputs)
+        self._stopped_ranks: set[int] = set()
+        self._changed = threading.Condition()
+        self._ender: threading.Thread | None = None
+        self._ready_ns = 0
+        with contextlib.ExitStack() as stack:
+            self._link = Link(self.spec, stack)
+            me = weakref.proxy(self)
+            self._inbox = Inbox(self._link.board, [link.replies for link in self._link.ranks], me)
+            stack.callback(self._inbox.close)
+            self._group = RankGroup(self.spec)
+            stack.callback(self._group.close)
+            stack.callback(self._group.end, Deadline.after(self.spec.init_timeout))
+            self._start_processes()
+            self._opened = stack.pop_all()
+        # Neither the monitor's thread nor the finalizer holds the executor itself: an executor that nobody refers to is
+        # released, as one that lives to the end of the interpreter is.
+        self._finalizer = weakref.finalize(self, _release_forgotten, self._group, self._opened, self.spec.stop_timeout)
+        self._enter(State.READY)
+
+    def _start_processes(self) -> None:
+        facts = LinkFacts(self._link.generation, self.world_size, self.spec.shared_views)
+        try:
+            self._group.launch(facts, lambda rank: self._link.fds(rank, self._inbox.bells))
+            self._group.await_ready()
+        except BaseException:
+            self._group.end(Deadline.after(min(2.0, self.spec.stop_timeout)))
+            raise
+        self._methods = frozenset.intersection(*(ready.methods for ready in self._group.ready))
+        self._pids = tuple(process.pid for process in self._group.processes)
+        inbox, self_ref = self._inbox, weakref.ref(self)
+
+        def on_message(rank: int, message: tuple[Any, ...]) -> None:
+            if (executor := self_ref()) is not None:
+                executor._on_control(rank, message)
+
+        def on_death(death: Death) -> None:
+            if (executor := self_ref()) is not None:
+                inbox.post(lambda: executor._on_death(death))
+
+        def next_at() -> int | None:
+            return executor._next_unwaited_expiry() if (executor := self_ref()) is not None else None
+
+        def fire() -> None:
+            if (executor := self_ref()) is not None:
+                executor._expire_unwaited()
+
+        self._group.attach(on_message, on_death)
+        self._group.monitor.add(inbox.bells[2].fd, inbox.on_monitor_bell)
+        self._group.monitor.set_timer(next_at, fire)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, index = rank; they stay readable after the end."""
+        return self._pids
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def _post(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
+        try:
+            self._write(call, pending, args_per_rank)
+        except (ValueError, OSError) as error:
+            if self._state is not State.RELEASED:
+                raise
+            raise ExecutorStoppedError("the executor was released meanwhile") from error
+
+    def _write(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
+        pending.closer = pending.closer or self._closed_call
+        pending.defer = self._inbox.later
+        everyone = pending.ranks is self._all_ranks
+        if args_per_rank is None:
+            parcels = [(self._pack(call, call.args, pending.ranks), () if everyone else pending.ranks)]
+        else:
+            pairs = zip(args_per_rank, pending.ranks, strict=True)
+            parcels = [(self._pack(call, own, (rank,)), (rank,)) for own, rank in pairs]
+        sender = self._link.sender
+        with sender.lock:
+            pending.call_id = call_id = self._calls.next_id()
+            self._calls.open(pending)
+            for parcel, ranks in parcels:
+                self._send(CALL, call_id, parcel, ranks)
+        sender.ring_doorbells()
+        if self._stopping or self._state is State.BROKEN or self._state is State.RELEASED:
+            self._end_late(pending)
+
+    def _end_late(self, pending: PendingCall) -> None:
+        """The state changed between the check and the sending: whoever ended the calls may have missed this one."""
+        root = self._root
+        error = broken_error(root) if root is not None else ExecutorStoppedError(f"{pending.method!r} was stopped")
+        self._inbox.post(lambda: pending.end_with(error))
+
+    def _pack(self, call: Call, args: tuple[Any, ...], ranks: tuple[int, ...]) -> Parcel:
+        content = (call.method, args, call.kwargs, call.reply_ranks)
+        if type(call.method) is str and is_plain(args) and (not call.kwargs or is_plain(tuple(call.kwargs.values()))):
+            return self._link.sender.pack(Frame(dumps(content)), ranks)
+        return self._link.sender.pack(encode(content, f"the arguments of {call.name!r}"), ranks)
+
+    def _send(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> None:
+        """Write a record, or keep it in order until there is room; with the send lock held."""
+        if self._backlog or not self._link.sender.try_send(kind, call_id, parcel, ranks):
+            self._backlog.append((kind, call_id, parcel, ranks))
+            self._link.board.words[WANT_SPACE] = 1
+
+    def flush(self) -> None:
+        """Send what had found no room, in order. Called by whoever pumps."""
+        if not self._backlog:
+            return
+        sender = self._link.sender
+        with sender.lock:
+            while self._backlog and sender.try_send(*self._backlog[0]):
+                self._backlog.popleft()
+            if not self._backlog:
+                self._link.board.words[WANT_SPACE] = 0
+        sender.ring_doorbells()
+
+    def wake_rank(self, rank: int) -> None:
+        """Ring a rank's doorbell."""
+        ring_eventfd(self._link.ranks[rank].bell.fd)
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    def on_record(self, rank: int, receiver: Receiver, record: Record) -> None:
+        """Hand one record of a rank to whom it belongs."""
+        if record.kind == OUTPUT:
+            self._on_output(receiver, record)
+            return
+        pending = self._calls.get(record.call_id)
+        if pending is None:
+            receiver.forget(record)
+            self._calls.late += 1
+            return
+        try:
+            value = receiver.open(record) if record.payload or record.buffers else None
+        except Exception as error:  # unpickling runs user code, and a class may be missing here
+            pending.fail(rank, _undecodable(error, rank, pending.method))
+            return
+        if record.kind == DONE:
+            pending.accept(rank, value)
+        elif record.kind == FAILED and isinstance(value, Failure):
+            pending.accept_failure(value)
+        else:
+            raise TransportError(f"rank {rank} sent a record of unknown kind {record.kind}")
+
+    def _on_output(self, receiver: Receiver, record: Record) -> None:
+        try:
+            value = receiver.open(record)
+        except Exception as error:  # as above
+            self._background_failed(_undecodable(error, 0, "forward"))
+            return
+        if isinstance(value, Failure):
+            self._background_failed(value.to_exception())
+        else:
+            self._outputs.put(value)
+
+    def on_corrupt(self, rank: int, error: TransportError) -> None:
+        """A reader that missed something must not continue."""
+        error.add_note(f"in the reply ring of rank {rank}")
+        self._break(error)
+
+    def _on_control(self, rank: int, message: tuple[Any, ...]) -> None:
+        if message[0] == "stopped":
+            if message[1]:
+                logger.warning("rank %d failed while it stopped: %s", rank, message[1])
+            with self._changed:
+                self._stopped_ranks.add(rank)
+                self._changed.notify_all()
+
+    def _on_death(self, death: Death) -> None:
+        """A rank's process has ended; in the pump, after its last replies have been read."""
+        with self._changed:
+            self._changed.notify_all()
+        if self._state in (State.BROKEN, State.RELEASED):
+            return
+        self._link.drop_rank(death.rank)
+        method = self._method_in(death.rank)
+
+        def died(pending: PendingCall) -> BaseException:
+            missing = death.rank in pending.missing and pending is not self._background
+            return died_error(death, method or (pending.method if missing else None))
+
+        self._break(died_error(death, method), died)
+
+    def _method_in(self, rank: int) -> str | None:
+        call_id, _, _ = self._link.ranks[rank].progress()
+        return self._calls.method_of(call_id) if call_id else None
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def _closed_call(self, pending: PendingCall) -> None:
+        self._calls.close(pending)
+        if pending.stuck and pending.error is not None:
+            self._break(pending.error)
+
+    def _break(self, root: BaseException, error_for: Callable[[PendingCall], BaseException] | None = None) -> None:
+        """The executor cannot go on: end every call, then the ranks. The first root cause stays.
+
+        Args:
+            root: The root cause.
+            error_for: Makes the error of each call in flight; an `ExecutorBrokenError` where it is not given.
+        """
+        with self._state_lock:
+            if self._state in (State.BROKEN, State.RELEASED):
+                return
+            self._root = root
+            self._enter(State.BROKEN)
+        self._outputs.fail(root)
+        background = self._background
+        if background is not None:
+            background.end_with(root)
+        self._calls.end_all(error_for or (lambda pending: broken_error(root)))
+        self._ender = threading.Thread(target=self._end_ranks, name="mpexec-end", daemon=True)
+        self._ender.start()
+
+    def _end_ranks(self) -> None:
+        self._group.end(Deadline.after(self.spec.stop_timeout))
+
+    def _background_failed(self, error: BaseException) -> None:
+        """Everything stops: the background call ends with this error, every other call is ended by it."""
+
+        def fail() -> None:
+            background = self._background
+            if background is None or self._state is not State.RUNNING:
+                self._background = background = self._new_background()
+            if not background.done:
+                background.end_with(error)
+
+        self._inbox.post(fail)
+
+    def _new_background(self) -> PendingCall:
+        pending = PendingCall(
+            0, "wait_tasks", self._all_ranks, (), Deadline.after(None), self.spec.failure_grace
+        )
+        pending.on_failure = self._stop_others
+        pending.closer = self._background_over
+        return pending
+
+    def _stop_others(self, background: PendingCall) -> None:
+        """The first rank's background tasks have failed: the others are to stop theirs."""
+        for rank in self._all_ranks:
+            self._group.tell(rank, ("stop", self._calls.last_id))
+
+    def _background_over(self, background: PendingCall) -> None:
+        self._calls.close(background)
+        error = background.error
+        if error is None or self._state is not State.RUNNING:
+            return
+        if background.stuck:
+            self._break(error)
+            return
+        if not background.failed:
+            self._stop_others(background)
+        self._outputs.fail(error)
+        self._enter(State.STOPPED)
+        self._calls.end_all(lambda pending: stopped_by_error(pending, error))
+
+    def expire(self, waiting: Waitable) -> None:
+        """Time has changed something for a call: its grace is over, its deadline has passed, or a report is due."""
+        assert isinstance(waiting, PendingCall)
+        pending, now = waiting, time.monotonic_ns()
+        if pending.failed:
+            self._inbox.post(lambda: pending.settle(now))
+        if pending.done:
+            return
+        if pending.deadline.expired:
+            pending.timed_out = True
+            missing = tuple(sorted(pending.missing))
+            stacks = collect_stacks(self._group, self._link, missing)
+            self._inbox.post(lambda: self._time_out(pending, missing, stacks))
+        elif pending.report_due(now):
+            logger.warning("waiting for %r (call %d): %s", pending.method, pending.call_id, self._states_text())
+
+    def _time_out(self, pending: PendingCall, missing: tuple[int, ...], stacks: dict[int, str]) -> None:
+        error = RPCTimeoutError(
+            f"{pending.method!r} (call {pending.call_id}): no answer from ranks {list(missing)} by the deadline.\n"
+            f"{self._states_text()}\n" + "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items()),
+            method=pending.method,
+            missing_ranks=missing,
+            stacks=stacks,
+        )
+        self._break(error, lambda other: error if other is pending else broken_error(error))
+
+    def _next_unwaited_expiry(self) -> int | None:
+        moments = (pending.next_expiry() for pending in self._calls.in_flight() if not pending.waited)
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _expire_unwaited(self) -> None:
+        now = time.monotonic_ns()
+        for pending in self._calls.in_flight():
+            moment = None if pending.waited else pending.next_expiry()
+            if moment is not None and moment <= now:
+                self.expire(pending)
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def _wait(self, pending: PendingCall) -> None:
+        self._inbox.wait(pending)
+
+    async def _wait_async(self, pending: PendingCall) -> None:
+        await self._inbox.wait_async(pending)
+
+    def _leave_unwaited(self, pending: PendingCall, *, covered: bool = False) -> None:
+        self._inbox.count_unwaited(1, covered=covered)
+        pending.on_done(lambda _: self._inbox.count_unwaited(-1, covered=covered))
+        if pending.deadline.at_ns is not None:
+            self._group.monitor.wake()
+        pending.on_failure = lambda _: self._group.monitor.wake()
+
+    def _abandon(self, pending: PendingCall) -> None:
+        if pending.done or self._calls.get(pending.call_id) is not pending:
+            return
+        self._calls.close(pending)
+        if self._state in (State.READY, State.RUNNING, State.STOPPED):
+            sender = self._link.sender
+            with sender.lock:
+                self._send(CANCEL, pending.call_id, EMPTY, pending.ranks)
+            sender.ring_doorbells()
+
+    async def forward_async(self, inputs: Any) -> None:
+        """Hand one input to every rank's agent; returns when it is sent. At most `max_outputs` may be in flight."""
+        self._check_alive()
+        room = self._outputs.make_room()
+        try:
+            await self._inbox.wait_async(room)
+        except BaseException:
+            self._outputs.withdraw(room)
+            raise
+        if room.error is not None:
+            raise room.error
+        pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
+        pending.on_done(self._on_notified)
+        self._leave_unwaited(pending, covered=True)
+
+    async def get_output_async(self) -> Any:
+        """Wait for the next output of the output rank's agent, in the order of the inputs."""
+        wait = self._outputs.take()
+        try:
+            await self._inbox.wait_async(wait)
+        except BaseException:
+            self._outputs.withdraw(wait)
+            raise
+        if wait.error is not None:
+            raise wait.error
+        return wait.value
+
+    # -- verbs ---------------------------------------------------------------------------------------------------
+
+    def _start_ranks(self) -> None:
+        self._outputs.reset()
+        start = self._begin("start", (), None, None, None, (), None)
+        try:
+            self._wait(start)
+            start.outcome()
+        except BaseException:
+            self._abandon(start)
+            if self._state is not State.BROKEN:
+                self._stop_ranks()
+            raise
+        call = Call(0, "wait_tasks", reply_ranks=())
+        background = self._new_background()
+        earlier = self._background
+        with self._state_lock:
+            self._check_alive()
+            self._enter(State.RUNNING)
+            self._background = background
+        self._post(call, background, None)
+        self._inbox.count_unwaited(1, covered=True)
+        background.on_done(lambda _: self._inbox.count_unwaited(-1, covered=True))
+        if earlier is not None and earlier.error is not None and not earlier.call_id:
+            self._background_failed(earlier.error)  # of a call that had been notified before the start
+
+    def _stop_ranks(self) -> None:
+        with self._state_lock:
+            if self._state not in (State.READY, State.RUNNING, State.STOPPED):
+                return
+            if self._stopping:
+                first = False
+            else:
+                first = self._stopping = True
+        deadline = Deadline.after(self.spec.stop_timeout)
+        if not first:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._stopping, deadline.remaining())
+            return
+        try:
+            self._inbox.post(self._end_calls_stopped)
+            self._ask_to_stop(deadline)
+        finally:
+            with self._changed:
+                self._stopping = False
+                self._changed.notify_all()
+
+    def _end_calls_stopped(self) -> None:
+        background = self._background
+        self._outputs.fail(ExecutorStoppedError("the executor was stopped"))
+        self._calls.end_all(stopped_error, but=background)
+        if background is not None and not background.done:
+            background.finish(None)
+
+    def _ask_to_stop(self, deadline: Deadline) -> None:
+        with self._changed:
+            self._stopped_ranks.clear()
+        asked = {rank for rank in self._all_ranks if self._group.tell(rank, ("stop", self._calls.last_id))}
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._state is State.BROKEN or asked <= self._stopped_ranks, deadline.share(0.4).remaining()
+            )
+        if done and len(asked) == self.world_size:
+            with self._state_lock:
+                if self._state in (State.READY, State.RUNNING):
+                    self._enter(State.STOPPED)
+            return
+        if self._state is State.BROKEN:
+            return
+        stuck = sorted(set(self._all_ranks) - self._stopped_ranks)
+        logger.warning("ranks %s do not stop: %s", stuck, self._states_text())
+        error = ExecutorStoppedError(f"ranks {stuck} did not stop within stop_timeout and were ended")
+        self._inbox.post(lambda: self._break(error))
+        self._group.end(deadline)
+
+    def _release_ranks(self) -> None:
+        with self._state_lock:
+            was, stopping = self._state, self._stopping
+            if was is State.RELEASED:
+                return
+            self._enter(State.RELEASED)
+        deadline = Deadline.after(self.spec.stop_timeout)
+        if stopping:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._stopping, deadline.remaining())
+        self._inbox.post(self._end_calls_stopped)
+        self._group.end(deadline)
+        if self._ender is not None:
+            self._ender.join(deadline.remaining())
+        self._finalizer.detach()
+        self._opened.close()
+
+    # -- what people see -----------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """State, root cause, counters and a row for every rank: alive, method, call id, seconds in it, exit, rung."""
+        return {
+            "kind": "mp",
+            "state": self._state.name,
+            "root_cause": None if self._root is None else first_line(self._root),
+            "calls_in_flight": len(self._calls),
+            "late_replies": self._calls.late,
+            "ranks": [self._describe_rank(rank) for rank in self._all_ranks],
+        }
+
+    def _describe_rank(self, rank: int) -> dict[str, Any]:
+        process = self._group.processes[rank]
+        row: dict[str, Any] = {"rank": rank, "pid": process.pid, "state": process.state(), **self._group.ready[rank].facts}
+        death = process.death
+        row["exit"] = None if death is None else death.describe()
+        row["ended_by"] = self._group.rungs.get(rank)
+        if self._state is not State.RELEASED:
+            call_id, since, done = self._link.ranks[rank].progress()
+            row["calls_done"] = done
+            row["call_id"] = call_id or None
+            row["method"] = self._calls.method_of(call_id) if call_id else None
+            row["seconds"] = round((time.monotonic_ns() - since) / 1e9, 3) if call_id else None
+        return row
+
+    def _states_text(self) -> str:
+        rows = []
+        for rank in self._all_ranks:
+            row = self._describe_rank(rank)
+            doing = f"in {row.get('method')!r} for {row.get('seconds')} s" if row.get("call_id") else "idle"
+            rows.append(f"rank {rank} (pid {row['pid']}): {row['exit'] or row['state']}, {doing}")
+        return "; ".join(rows)
+
+    def check_health(self) -> bool:
+        """True while calls can make progress: the state allows them, and every rank's process lives and is not stopped."""
+        if self._state not in (State.READY, State.RUNNING, State.STOPPED):
+            return False
+        return all(process.state() in ("running", "uninterruptible") for process in self._group.processes)
+
+
+def _release_forgotten(group: RankGroup, opened: contextlib.ExitStack, stop_timeout: float) -> None:
+    if os.getpid() != group._owner:
+        return
+    group.end(Deadline.after(min(stop_timeout, 2.0)))
+    opened.close()
+
+
+
+
+def _undecodable(error: Exception, rank: int, method: str) -> Exception:
+    failed = SerializationError(
+        f"what rank {rank} sent for {method!r} cannot be rebuilt here: {type(error).__name__}: {error}",
+        type_name=type(error).__name__,
+        rank=rank,
+    )
+    failed.__cause__ = error
+    return failed

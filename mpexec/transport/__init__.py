@@ -1,0 +1,1 @@
+"""Bytes between processes of one machine: memfd segments, rings, doorbells, frames, and the control lane."""

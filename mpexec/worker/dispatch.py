@@ -1,0 +1,77 @@
+"""Running one call on one worker: sync methods to their end in call order, coroutines as tasks that may overlap.
+
+Both kinds of executor use it, so that a call means the same in a rank and in the driver's own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from mpexec.messages import Call
+from mpexec.tasks import AnyTask, cancel_async_tasks
+from mpexec.worker.base_worker import BaseWorker
+
+Report = Callable[[Call, Any, BaseException | None], None]
+
+
+class Dispatcher:
+    """Runs calls on one worker and reports how each ended.
+
+    Args:
+        worker: The worker.
+        report: Called once a call as `report(call, value, error)`, on the loop's thread, except for cancelled calls
+            and for `SystemExit` and `KeyboardInterrupt`, which pass through.
+    """
+
+    def __init__(self, worker: BaseWorker, report: Report) -> None:
+        self._worker = worker
+        self._report = report
+        self._running: dict[int, AnyTask] = {}
+
+    def run(self, call: Call) -> None:
+        """Run a sync method to its end, or start a coroutine; in the order in which this is called."""
+        try:
+            result = self._invoke(call)
+        except Exception as error:
+            self._report(call, None, error)
+            return
+        if inspect.iscoroutine(result):
+            self._start(call, result)
+        else:
+            self._report(call, result, None)
+
+    def _invoke(self, call: Call) -> Any:
+        if isinstance(call.method, str):
+            return self._worker.find(call.method)(*call.args, **call.kwargs)
+        return call.method(self._worker, *call.args, **call.kwargs)
+
+    def _start(self, call: Call, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"call {call.call_id} {call.name}")
+        self._running[call.call_id] = task
+        task.add_done_callback(lambda done: self._ended(call, done))
+
+    def _ended(self, call: Call, task: AnyTask) -> None:
+        abandoned = self._running.pop(call.call_id, None) is None
+        if task.cancelled():
+            if not abandoned:
+                self._report(call, None, asyncio.CancelledError(f"the coroutine of {call.name!r} was cancelled on the rank"))
+            return
+        error = task.exception()
+        if abandoned or isinstance(error, SystemExit | KeyboardInterrupt):
+            return
+        self._report(call, None if error is not None else task.result(), error)
+
+    def cancel(self, call_id: int) -> None:
+        """Cancel the coroutine of an abandoned call; nothing more is reported of it. Unknown ids are ignored."""
+        task = self._running.pop(call_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def cancel_all(self) -> None:
+        """Cancel every running coroutine and wait until they are gone; nothing more is reported of them."""
+        tasks = list(self._running.values())
+        self._running.clear()
+        await cancel_async_tasks(tasks, timeout=2.0)

@@ -1,0 +1,158 @@
+"""The entry of a rank's process: build the worker, tell the driver, serve, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mpexec.config import WorkerSpec
+from mpexec.messages import Failure, Ready
+from mpexec.transport.channel import Receiver, Sender
+from mpexec.transport.frame import dumps
+from mpexec.transport.pool import PoolReader, PoolWriter
+from mpexec.transport.ring import RingReader, RingWriter
+from mpexec.transport.segment import Segment
+from mpexec.worker.base_worker import BaseWorker
+from mpexec.worker.control import ControlThread
+from mpexec.worker.rendezvous import choose_device, join_process_group, leave_process_group, set_threads
+from mpexec.worker.selector import RingSelector
+from mpexec.worker.serving import RankServer
+
+if TYPE_CHECKING:
+    from mpexec.processes.boot import Boot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """What a rank must know to read and write the rings; it travels ahead of the spec, which may fail to unpickle."""
+
+    generation: int
+    world_size: int
+    shared_views: bool
+
+
+STACK_SIGNAL = signal.SIGRTMAX - 1
+_LEAVE_S = 1.0
+
+
+def rank_main(boot: Boot) -> None:
+    """Run one rank to its end. Called once, in the main thread of a fresh process."""
+    phase = ["connect"]
+
+    def report(text: str) -> None:
+        phase[0] = text
+        boot.lane.send(("phase", text))
+
+    try:
+        stack_signal = _register_stacks(boot.fds["stacks"])
+        link, pickled = pickle.loads(boot.payload)
+        server = _connect(boot, link)
+        control = ControlThread(boot.lane, boot.driver_pidfd, server)
+        control.start()
+        report("unpickle spec")
+        spec: WorkerSpec = pickle.loads(pickled)
+        worker, facts = _build(spec, boot, server, report)
+        boot.lane.send(("ready", Ready(boot.rank, os.getpid(), worker.method_names(), stack_signal, facts)))
+    except BaseException as error:
+        failure = Failure.of(error, call_id=0, rank=boot.rank, method=phase[0], dumps=dumps)
+        boot.lane.send(("failed", phase[0], failure))
+        if not isinstance(error, Exception):
+            raise
+        # Other threads of a half-built model may hold the interpreter; the failure has been told, so leave at once.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    _serve(spec, worker, server, control, boot.fds["call_bell"])
+
+
+def _register_stacks(fd: int) -> int:
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True, chain=False)
+    return int(STACK_SIGNAL)
+
+
+def _connect(boot: Boot, link: LinkFacts) -> RankServer:
+    fds, rank, generation = boot.fds, boot.rank, link.generation
+    calls = Receiver(
+        RingReader(Segment.attach(fds["calls"]), link.world_size, generation, rank),
+        PoolReader(fds["call_pool"], link.world_size, rank, shared_views=link.shared_views),
+    )
+    replies = Sender(RingWriter(Segment.attach(fds["replies"]), 1, generation), PoolWriter(fds["reply_pool"], 1), [])
+    return RankServer(rank, calls, replies, (fds["bell_0"], fds["bell_1"], fds["bell_2"]))
+
+
+def _build(spec: WorkerSpec, boot: Boot, server: RankServer, report: Any) -> tuple[BaseWorker, dict[str, Any]]:
+    rank = boot.rank
+    threads = 0
+    if spec.init_process_group or spec.device != "cpu":
+        report("import torch")
+        import torch  # noqa: F401
+    report("device")
+    device = choose_device(spec, rank)
+    if "torch" in sys.modules:
+        threads = set_threads(spec)
+    if spec.init_process_group and spec.world_size > 1:
+        report("rendezvous")
+        join_process_group(spec, rank, device, boot.fds["store"])
+    streams = sys.stdout, sys.stderr
+    worker = (spec.worker_cls or BaseWorker)(
+        spec, rank=rank, local_rank=rank, device=device, put_output=server.put_output, report=report
+    )
+    worker.build_model()
+    sys.stdout, sys.stderr = streams  # some libraries silence ranks above 0 by replacing them
+    server.serve(worker)
+    return worker, {"device": device, "threads": threads, "python": sys.version.split()[0]}
+
+
+def _serve(spec: WorkerSpec, worker: BaseWorker, server: RankServer, control: ControlThread, bell: int) -> None:
+    gc.freeze()  # what building left is permanent; collections need not look at it again
+    loop = asyncio.SelectorEventLoop(RingSelector(bell, server.idle_news, server.park))
+    asyncio.set_event_loop(loop)
+    loop.add_reader(bell, server.on_doorbell)
+    code = 0
+    try:
+        control.use_loop(loop)
+        if not control.exit_asked:
+            loop.run_forever()
+    except SystemExit as leaving:
+        code = _exit_code(leaving)
+        raise
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    except BaseException:
+        code = 1
+        raise
+    finally:
+        control.left_cleanly()
+        control.bound_exit(code, max(_LEAVE_S, spec.stop_timeout / 4))
+        _leave(loop, worker, server, clean=control.exit_asked)
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return 0
+    return leaving.code if isinstance(leaving.code, int) else 1
+
+
+def _leave(loop: asyncio.AbstractEventLoop, worker: BaseWorker, server: RankServer, *, clean: bool) -> None:
+    """Stop tasks, release the agent, leave the process group; every step is tried whatever the one before did."""
+    steps: list[Any] = [lambda: loop.run_until_complete(server.stop()), worker.release]
+    if clean:
+        steps.append(leave_process_group)
+    for step in steps:
+        try:
+            step()
+        except Exception:  # the agent's own clean-up must not keep the rest from running
+            logger.exception("a step of leaving failed")
+    loop.close()

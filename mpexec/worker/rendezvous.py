@@ -1,0 +1,72 @@
+"""How the ranks of one executor find each other: a file store on anonymous memory, without a port or a name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+from mpexec.config import WorkerSpec
+from mpexec.errors import ConfigError
+
+
+def choose_device(spec: WorkerSpec, local_rank: int) -> str:
+    """This rank's device: "cpu" or "cuda:<local_rank>".
+
+    Raises:
+        ConfigError: "cuda" was asked for and torch sees too few devices.
+    """
+    if spec.device == "cpu" or (spec.device == "auto" and not spec.init_process_group):
+        return "cpu"
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count >= spec.world_size:
+        torch.cuda.set_device(local_rank)
+        return f"cuda:{local_rank}"
+    if spec.device == "cuda":
+        raise ConfigError(f"device='cuda' with {spec.world_size} ranks, but torch sees {count} CUDA devices here")
+    return "cpu"
+
+
+def set_threads(spec: WorkerSpec) -> int:
+    """Give torch this rank's share of the cores; an OMP_NUM_THREADS of the user's wins."""
+    import torch
+
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(spec.threads or (int(wanted) if wanted.isdigit() and int(wanted) else spec.threads_per_rank()))
+    return torch.get_num_threads()
+
+
+def join_process_group(spec: WorkerSpec, rank: int, device: str, store_fd: int) -> None:
+    """Set up `torch.distributed` among the ranks; returns when all have joined.
+
+    The store is a file on a memfd that all ranks inherited. gloo is bound to loopback unless an interface was chosen.
+    """
+    import torch.distributed as dist
+
+    if device == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"/proc/self/fd/{store_fd}", spec.world_size)
+    dist.init_process_group(
+        backend="gloo" if device == "cpu" else "nccl",
+        store=store,
+        rank=rank,
+        world_size=spec.world_size,
+        timeout=timedelta(seconds=spec.collective_timeout),
+    )
+
+
+def leave_process_group() -> None:
+    """Take the process group down after a clean stop. Never called on a failure path, where peers may be gone."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort_process_groups() -> None:
+    """End collectives that this rank sits in, where the backend can: NCCL. gloo stays in them."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_backend() != "nccl":
+        return
+    dist.distributed_c10d._abort_process_group()

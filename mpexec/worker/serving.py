@@ -1,0 +1,183 @@
+"""What a rank does all day: read calls, run them in order, answer every one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from typing import Any
+
+from mpexec.errors import MpexecError
+from mpexec.messages import Call, Failure
+from mpexec.transport import linux
+from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver, Sender
+from mpexec.transport.frame import dumps, encode
+from mpexec.transport.ring import DRIVER_PARKED, PROGRESS_CALL, PROGRESS_DONE, PROGRESS_SINCE, WANT_SPACE, Record
+from mpexec.worker.base_worker import BaseWorker
+from mpexec.worker.dispatch import Dispatcher
+
+logger = logging.getLogger(__name__)
+
+_TURN_NS = 200_000  # calls are read for at most this long before the loop's tasks get a turn
+
+
+class RankServer:
+    """Serves one rank's calls on its event loop.
+
+    While replies wait for room in the reply ring, no further call is read: a driver that does not drain is not
+    answered faster than it listens, and nothing can deadlock, because the driver drains whenever it waits.
+
+    Args:
+        rank: This rank.
+        calls: The reading end of the call ring.
+        replies: The writing end of this rank's reply ring.
+        driver_bells: The driver's doorbells, in the order of the bits of its parked word.
+    """
+
+    def __init__(self, rank: int, calls: Receiver, replies: Sender, driver_bells: tuple[int, ...]) -> None:
+        self._rank = rank
+        self._calls = calls
+        self._replies = replies
+        self._bells = driver_bells
+        self._progress = replies.ring.words
+        self._driver_words = calls.ring.words
+        self._unsent: deque[tuple[int, int, Parcel]] = deque()
+        self._dispatcher: Dispatcher | None = None
+        self._done_count = 0
+        self.worker: BaseWorker | None = None
+        self.drop_until = 0
+        self.exiting: asyncio.Event | None = None
+
+    def serve(self, worker: BaseWorker) -> None:
+        """Begin to answer for `worker`; on the thread that will run the loop."""
+        self.worker = worker
+        self._dispatcher = Dispatcher(worker, self._report)
+
+    def has_news(self) -> bool:
+        """True if `on_doorbell` has something to do."""
+        return bool(self._unsent) or self._calls.ring.has_news()
+
+    def park(self, parked: bool) -> None:
+        """Publish whether the driver must ring this rank's doorbell."""
+        self._calls.ring.park(1 if parked else 0)
+
+    def idle_news(self) -> bool:
+        """`has_news` for the selector: unsent replies count only once there is room for them."""
+        if self._unsent:
+            return self._flush_would_work()
+        return self._calls.ring.has_news()
+
+    def _flush_would_work(self) -> bool:
+        self._progress[WANT_SPACE] = 1
+        linux.fence()
+        ring = self._replies.ring
+        return ring.backlog < ring.capacity // 2
+
+    def on_doorbell(self) -> None:
+        """Read and run calls until there is none, a reply has to wait, or other tasks deserve a turn."""
+        if self._unsent and not self._flush():
+            return
+        ring = self._calls.ring
+        end = time.monotonic_ns() + _TURN_NS
+        while not self._unsent and (record := ring.read()) is not None:
+            call = self._open(record)
+            record.payload.release()
+            ring.advance()
+            if ring.writer_wants_space():
+                self._ring_driver()
+            if call is not None:
+                self._run(call)
+            if time.monotonic_ns() > end:
+                return
+
+    def _open(self, record: Record) -> Call | None:
+        """The call of a record if this rank is to run it; a call that cannot be rebuilt is answered here."""
+        if record.ranks is not None and self._rank not in record.ranks:
+            return None
+        if record.kind == CANCEL:
+            if self._dispatcher is not None:
+                self._dispatcher.cancel(record.call_id)
+            return None
+        assert record.kind == CALL
+        if record.call_id <= self.drop_until:
+            self._calls.forget(record)
+            return None
+        try:
+            return Call(record.call_id, *self._calls.open(record))
+        except Exception as error:  # unpickling runs user code, and a class may be missing here
+            self._fail(record.call_id, "unpickling the arguments", error)
+            return None
+
+    def _run(self, call: Call) -> None:
+        assert self._dispatcher is not None
+        progress = self._progress
+        progress[PROGRESS_SINCE] = time.monotonic_ns()
+        progress[PROGRESS_CALL] = call.call_id
+        self._dispatcher.run(call)
+        self._done_count += 1
+        progress[PROGRESS_DONE] = self._done_count
+        progress[PROGRESS_CALL] = 0
+
+    def _report(self, call: Call, value: Any, error: BaseException | None) -> None:
+        if error is not None:
+            self._fail(call.call_id, call.name, error)
+        elif value is None or not call.wants_value(self._rank):
+            self._send(DONE, call.call_id, EMPTY)
+        else:
+            try:
+                parcel = self._replies.pack(encode(value, f"the value that rank {self._rank} returned from {call.name!r}"), (0,))
+            except MpexecError as failed:
+                self._fail(call.call_id, call.name, failed)
+            else:
+                self._send(DONE, call.call_id, parcel)
+
+    def _fail(self, call_id: int, method: str, error: BaseException) -> None:
+        failure = Failure.of(error, call_id=call_id, rank=self._rank, method=method, dumps=dumps)
+        self._send(FAILED, call_id, self._replies.pack(encode(failure, "a failure"), (0,)))
+
+    def put_output(self, value: Any) -> None:
+        """Push one output to the driver; an output that cannot be pickled is sent as that failure."""
+        try:
+            parcel = self._replies.pack(encode(value, "an output"), (0,))
+        except MpexecError as error:
+            failure = Failure.of(error, call_id=0, rank=self._rank, method="forward", dumps=dumps)
+            parcel = self._replies.pack(encode(failure, "a failure"), (0,))
+        self._send(OUTPUT, 0, parcel)
+
+    def _send(self, kind: int, call_id: int, parcel: Parcel) -> None:
+        if self._unsent or not self._replies.try_send(kind, call_id, parcel):
+            self._unsent.append((kind, call_id, parcel))
+        self._ring_driver()
+
+    def _flush(self) -> bool:
+        while self._unsent:
+            if not self._replies.try_send(*self._unsent[0]):
+                self._ring_driver()
+                return False
+            self._unsent.popleft()
+            self._ring_driver()
+        self._progress[WANT_SPACE] = 0
+        return True
+
+    def _ring_driver(self) -> None:
+        """Wake whoever waits in the driver. The fence orders the reply before the look at the parked word."""
+        linux.fence()
+        mask = self._driver_words[DRIVER_PARKED]
+        if mask:
+            for bit, bell in enumerate(self._bells):
+                if mask >> bit & 1:
+                    linux.ring_eventfd(bell)
+
+    async def stop(self) -> None:
+        """Cancel the coroutines of calls and the worker's background tasks, and wait until they are gone."""
+        assert self._dispatcher is not None and self.worker is not None
+        await self.worker.stop_async()  # first, so that the call that waits for its tasks returns
+        await asyncio.sleep(0)
+        await self._dispatcher.cancel_all()
+
+    def describe(self) -> dict[str, Any]:
+        """What this rank is doing, for a ping."""
+        return {"pid": os.getpid(), "call_id": self._progress[PROGRESS_CALL], "done": self._done_count}
+
