@@ -1,4 +1,4 @@
-"""Frozen settings, validated when they are made: what to run on every rank, how many ranks there are, and the limits."""
+"""Frozen settings, validated when they are made: what to run on every rank, how many ranks there are, and limits."""
 
 from __future__ import annotations
 

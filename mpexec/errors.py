@@ -191,7 +191,8 @@ def attach_others(error: BaseException, others: list[BaseException]) -> None:
     if not rest:
         return
     group = ExceptionGroup(
-        "further failures", [o if isinstance(o, Exception) else RemoteError(repr(o), type_name=type(o).__name__) for o in rest]
+        "further failures",
+        [o if isinstance(o, Exception) else RemoteError(repr(o), type_name=type(o).__name__) for o in rest],
     )
     try:
         error.others = group  # type: ignore[attr-defined]

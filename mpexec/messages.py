@@ -1,4 +1,4 @@
-"""What crosses a process border: calls, replies, failures, outputs and the news of a rank's start. Nothing else does."""
+"""What crosses a process border: calls, replies, failures, outputs news of a rank's start. Nothing else does."""
 
 from __future__ import annotations
 
@@ -168,7 +168,11 @@ def _link_root_cause(error: BaseException, remote: RemoteTraceback) -> None:
 
 
 def _qualified(cls: type) -> str:
-    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__", "__mp_main__") else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__
+        if cls.__module__ in ("builtins", "__main__", "__mp_main__")
+        else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 def _text_of(error: BaseException) -> str:

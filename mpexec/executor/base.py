@@ -111,7 +111,9 @@ class Executor:
         if state is State.BROKEN and self._root is not None:
             raise broken_error(self._root)
         if state is State.RELEASED or self._stopping:
-            raise ExecutorStoppedError("the executor has been released" if state is State.RELEASED else "the executor stops")
+            raise ExecutorStoppedError(
+                "the executor has been released" if state is State.RELEASED else "the executor stops"
+            )
         raise WrongStateError(f"the executor is {state.name}", state=state.name)
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -388,7 +390,9 @@ class Executor:
     @classmethod
     async def create_async(cls, *args: Any, **options: Any) -> Self:
         """Construct without blocking the loop. If it is cancelled, the executor is released as soon as it exists."""
-        return await in_thread(lambda: cls(*args, **options), name="mpexec-create", abandoned=lambda made: made.release())
+        return await in_thread(
+            lambda: cls(*args, **options), name="mpexec-create", abandoned=lambda made: made.release()
+        )
 
     async def start_async(self) -> None:
         """As `start`, without blocking the loop."""

@@ -120,8 +120,8 @@ class RankGroup:
     def _startup_timeout(self, waiting: list[int], phases: dict[int, str]) -> StartupError:
         states = ", ".join(f"rank {rank} in phase {phases[rank]!r}" for rank in waiting)
         return StartupError(
-            f"no progress for {self.spec.init_timeout:g} s (init_timeout): {states}. A build_model that takes longer may "
-            "call report_progress, or give a longer init_timeout.",
+            f"no progress for {self.spec.init_timeout:g} s (init_timeout): {states}. "
+            "A build_model that takes longer may call report_progress, or give a longer init_timeout.",
             rank=waiting[0],
             phase=phases[waiting[0]],
         )
@@ -142,7 +142,9 @@ class RankGroup:
                 item = self._news.get_nowait()
                 if item[0] == "death" or item[2][0] == "failed":
                     first.append(item)
-        errors = [self._error_of(*item, phases) for item in sorted(first, key=lambda item: not _tells_root_cause(*item))]
+        errors = [
+            self._error_of(*item, phases) for item in sorted(first, key=lambda item: not _tells_root_cause(*item))
+        ]
         root = errors[0]
         attach_others(root, [error for error in errors[1:] if error.rank != root.rank])
         return root
@@ -182,7 +184,7 @@ class RankGroup:
         return True
 
     def end(self, deadline: Deadline) -> dict[int, str]:
-        """End every rank, asked first, and reap it; again changes nothing. A forked child of the driver does nothing."""
+        """End every rank, asked first, and reap it; again, or in a forked child of the driver, changes nothing."""
         with self._end_lock:
             if self.processes and os.getpid() == self._owner and len(self.rungs) < len(self.processes):
                 grace = (deadline.remaining() or 0.0) * 0.4

@@ -220,8 +220,6 @@ class Inbox:
         return True
 
     def _lead(self, pending: PendingCall) -> None:
-        if self.has_news():
-            self.pump()
         spinner = self._spinner
 
         def found() -> bool:
@@ -229,7 +227,7 @@ class Inbox:
                 self.pump()
             return pending.done
 
-        if pending.done or (spinner.wants_to_spin() and spinner.spin(found)):
+        if found() or (spinner.wants_to_spin() and spinner.spin(found)):
             return
         try:
             self._leader_parked = True
@@ -313,8 +311,6 @@ class Inbox:
     async def _sleep_async(self, loop: asyncio.AbstractEventLoop, waiting: Waitable, woken: asyncio.Event) -> None:
         woken.clear()
         expiry = waiting.next_expiry()
-        if waiting.done:
-            return
         timer = None
         if expiry is not None:
             timer = loop.call_later(max(0.0, (expiry - time.monotonic_ns()) / 1e9), woken.set)

@@ -33,6 +33,8 @@ from mpexec.worker.main import LinkFacts
 
 logger = logging.getLogger(__name__)
 
+_BROKEN_END_S = 1.0
+
 DEPRECATED = (
     "MPExecutor is driven best through mpexec.build_executor(...), which picks the executor; "
     "RayExecutor is the way to several machines. MPExecutor itself stays and keeps its contract."
@@ -277,7 +279,8 @@ class MPExecutor(Executor):
         self._ender.start()
 
     def _end_ranks(self) -> None:
-        self._group.end(Deadline.after(self.spec.stop_timeout))
+        # Nothing of value is left to wait for: a rank that is not stuck leaves in milliseconds.
+        self._group.end(Deadline.after(min(_BROKEN_END_S, self.spec.stop_timeout)))
 
     def _background_failed(self, error: BaseException) -> None:
         """Everything stops: the background call ends with this error, every other call is ended by it."""
@@ -292,9 +295,7 @@ class MPExecutor(Executor):
         self._inbox.post(fail)
 
     def _new_background(self) -> PendingCall:
-        pending = PendingCall(
-            0, "wait_tasks", self._all_ranks, (), Deadline.after(None), self.spec.failure_grace
-        )
+        pending = PendingCall(0, "wait_tasks", self._all_ranks, (), Deadline.after(None), self.spec.failure_grace)
         pending.on_failure = self._stop_others
         pending.closer = self._background_over
         return pending
@@ -323,7 +324,7 @@ class MPExecutor(Executor):
         assert isinstance(waiting, PendingCall)
         pending, now = waiting, time.monotonic_ns()
         if pending.failed:
-            self._inbox.post(lambda: pending.settle(now))
+            self._inbox.post(lambda: _settle(pending, now))
         if pending.done:
             return
         if pending.deadline.expired:
@@ -514,7 +515,12 @@ class MPExecutor(Executor):
 
     def _describe_rank(self, rank: int) -> dict[str, Any]:
         process = self._group.processes[rank]
-        row: dict[str, Any] = {"rank": rank, "pid": process.pid, "state": process.state(), **self._group.ready[rank].facts}
+        row: dict[str, Any] = {
+            "rank": rank,
+            "pid": process.pid,
+            "state": process.state(),
+            **self._group.ready[rank].facts,
+        }
         death = process.death
         row["exit"] = None if death is None else death.describe()
         row["ended_by"] = self._group.rungs.get(rank)
@@ -535,7 +541,7 @@ class MPExecutor(Executor):
         return "; ".join(rows)
 
     def check_health(self) -> bool:
-        """True while calls can make progress: the state allows them, and every rank's process lives and is not stopped."""
+        """True while calls can make progress: the state allows them, and every rank's process lives and runs."""
         if self._state not in (State.READY, State.RUNNING, State.STOPPED):
             return False
         return all(process.state() in ("running", "uninterruptible") for process in self._group.processes)
@@ -548,6 +554,8 @@ def _release_forgotten(group: RankGroup, opened: contextlib.ExitStack, stop_time
     opened.close()
 
 
+def _settle(pending: PendingCall, now: int) -> None:
+    pending.settle(now)
 
 
 def _undecodable(error: Exception, rank: int, method: str) -> Exception:

@@ -87,7 +87,7 @@ class Outputs:
             sender.finish(None, None)
 
     def fail(self, error: BaseException) -> None:
-        """No more outputs will come: whoever waits, and whoever comes, gets `error`. Outputs that came stay takeable."""
+        """No more will come: whoever waits, and whoever comes, gets `error`. Outputs that came stay takeable."""
         with self._lock:
             self._error = self._error or error
             waiting = [*self._takers, *self._senders]

@@ -156,7 +156,9 @@ class UniExecutor(Executor):
 
     def _wait(self, pending: PendingCall) -> None:
         if threading.current_thread() is self._thread:
-            raise MpexecError("a method of the agent cannot wait for a call to its own executor: it would wait for itself")
+            raise MpexecError(
+                "a method of the agent cannot wait for a call to its own executor: it would wait for itself"
+            )
         pending.waited = True
         gate = threading.Lock()
         gate.acquire()
@@ -186,8 +188,6 @@ class UniExecutor(Executor):
             while not waiting.done:
                 woken.clear()
                 expiry = waiting.next_expiry()
-                if waiting.done:
-                    return
                 seconds = None if expiry is None else max(0.0, (expiry - time.monotonic_ns()) / 1e9)
                 timer = None if seconds is None else loop.call_later(seconds, woken.set)
                 try:
@@ -220,7 +220,8 @@ class UniExecutor(Executor):
         if pending.deadline.expired:
             stack = self._stack()
             error = RPCTimeoutError(
-                f"{pending.method!r} (call {pending.call_id}): no answer by the deadline.\nStack of its thread:\n{stack}",
+                f"{pending.method!r} (call {pending.call_id}): no answer by the deadline.\nStack of its thread:\n"
+                f"{stack}",
                 method=pending.method,
                 missing_ranks=(0,),
                 stacks={0: stack},
@@ -280,7 +281,8 @@ class UniExecutor(Executor):
         asyncio.run_coroutine_threadsafe(self._stop_worker(), self._own_loop)
 
     async def _stop_worker(self) -> None:
-        assert self._worker is not None and self._dispatcher is not None
+        assert self._worker is not None
+        assert self._dispatcher is not None
         await self._worker.stop_async()
         await self._dispatcher.cancel_all()
 
@@ -438,4 +440,3 @@ def _never_pickled(value: Any) -> bytes:
 def _as_failure(error: BaseException, failure: Failure) -> BaseException:
     """The original exception as a rank's: same notes and cause as from another process."""
     return failure.to_exception(error if isinstance(error, Exception) else None)
-

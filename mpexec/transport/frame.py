@@ -143,7 +143,9 @@ def _reduce_tensor(pickler: Any, value: Any) -> Any:
 
 
 class _PlainPickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, keep_in_band: Callable[[pickle.PickleBuffer], bool], tensors: set[int]) -> None:
+    def __init__(
+        self, stream: io.BytesIO, keep_in_band: Callable[[pickle.PickleBuffer], bool], tensors: set[int]
+    ) -> None:
         super().__init__(stream, _PROTOCOL, buffer_callback=keep_in_band)
         self.tensor_bytes = tensors
         torch = sys.modules.get("torch")

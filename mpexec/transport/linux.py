@@ -1,7 +1,7 @@
 """The Linux calls that mpexec stands on, in one place: memfd, eventfd, pidfd, madvise, fences.
 
-Python lacks some of them in some builds; then the raw system call is made, and where the kernel refuses, the error names
-kernel and call. Another operating system would be a second module with these functions.
+Python lacks some of them in some builds; then the raw system call is made, and where the kernel refuses, the error
+names kernel and call. Another operating system would be a second module with these functions.
 """
 
 from __future__ import annotations
@@ -105,7 +105,14 @@ def pidfd_send_signal(pidfd: int, signum: int) -> None:
         if hasattr(signal, "pidfd_send_signal"):
             signal.pidfd_send_signal(pidfd, signum)
         else:
-            _raw("pidfd_send_signal", _PIDFD_SEND_SIGNAL, ctypes.c_int(pidfd), ctypes.c_int(signum), None, ctypes.c_uint(0))
+            _raw(
+                "pidfd_send_signal",
+                _PIDFD_SEND_SIGNAL,
+                ctypes.c_int(pidfd),
+                ctypes.c_int(signum),
+                None,
+                ctypes.c_uint(0),
+            )
 
 
 def drop_pages(region: mmap.mmap, offset: int, length: int) -> None:
@@ -128,8 +135,8 @@ _ONE_LOCK_IS_A_FENCE = platform.machine() in ("x86_64", "AMD64", "i686")
 def fence() -> None:
     """Order all earlier loads and stores before all later ones.
 
-    An uncontended lock is a locked instruction on x86, which is a full fence; elsewhere acquire and release are one-way,
-    and two pairs in a row are needed. The idea is that of vLLM's shared-memory queue.
+    An uncontended lock is a locked instruction on x86, a full fence; elsewhere acquire and release are one-way, and
+    two pairs in a row are needed. The idea is that of vLLM's shared-memory queue.
     """
     with _fence_lock:
         pass
@@ -160,7 +167,9 @@ class OwnedFd:
         """The number, -1 once closed."""
         return self._fd
 
-    fileno = fd.fget  # so that select and socket functions take the object
+    def fileno(self) -> int:
+        """As `fd`, so that select and socket functions take the object."""
+        return self._fd
 
     @property
     def closed(self) -> bool:

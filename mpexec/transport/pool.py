@@ -1,8 +1,8 @@
 """Pooled slots for large buffers: one copy in, none or one out.
 
-Each writer has one pool: a memfd that grows and is mapped piecewise. A slot is a piece of it, reused while warm, because
-the first touch of fresh memory costs nine times the copy. A reader gives a slot back without a message: it stores the
-slot's mark in a word of its own once the last view has died; the writer compares.
+Each writer has one pool: a memfd that grows and is mapped piecewise. A slot is a piece of it, reused while warm,
+because the first touch of fresh memory costs nine times the copy. A reader gives a slot back without a message: it stores
+the slot's mark in a word of its own once the last view has died; the writer compares.
 """
 
 from __future__ import annotations

@@ -258,7 +258,9 @@ class RingReader(_Side):
                 f"foreign or torn record: magic, generation and sequence are {header[:3]}, expected {expected}"
             )
 
-    def _read_tables(self, place: int, n_ranks: int, n_buffers: int) -> tuple[int, tuple[int, ...] | None, list[Buffer]]:
+    def _read_tables(
+        self, place: int, n_ranks: int, n_buffers: int
+    ) -> tuple[int, tuple[int, ...] | None, list[Buffer]]:
         ranks = None
         if n_ranks:
             packed = Struct(f"<{n_ranks}I")

@@ -48,7 +48,7 @@ class BaseWorker(TaskOwner):
         self.agent: ModelAgent | None = None
 
     def build_model(self) -> None:
-        """Make the agent, bind its rank and device, and let it build its model. Errors go to whoever starts the rank."""
+        """Make the agent, bind its rank and device, and let it build its model; errors go to the starter."""
         spec = self.spec
         self._report("build agent")
         agent = spec.agent(*spec.agent_args, **spec.agent_kwargs)
@@ -72,7 +72,9 @@ class BaseWorker(TaskOwner):
                 method = getattr(owner, name, None)
                 if callable(method):
                     return method  # type: ignore[no-any-return]
-        raise AttributeError(f"neither {type(self).__name__} nor {type(self.agent).__name__} has a public method {name!r}")
+        raise AttributeError(
+            f"neither {type(self).__name__} nor {type(self.agent).__name__} has a public method {name!r}"
+        )
 
     def method_names(self) -> frozenset[str]:
         """The names that `find` knows."""

@@ -130,7 +130,7 @@ class ControlThread:
         asyncio.get_running_loop().stop()
 
     def _insist(self, seconds: float) -> None:
-        """A main thread that does not leave within its grace sits in a collective or in C: end the process from here."""
+        """End the process from here if its main thread does not leave: it sits in a collective or in C."""
         if self._leaving.wait(seconds * 0.5):
             return
         try:

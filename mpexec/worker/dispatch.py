@@ -57,7 +57,8 @@ class Dispatcher:
         abandoned = self._running.pop(call.call_id, None) is None
         if task.cancelled():
             if not abandoned:
-                self._report(call, None, asyncio.CancelledError(f"the coroutine of {call.name!r} was cancelled on the rank"))
+                cancelled = asyncio.CancelledError(f"the coroutine of {call.name!r} was cancelled on the rank")
+                self._report(call, None, cancelled)
             return
         error = task.exception()
         if abandoned or isinstance(error, SystemExit | KeyboardInterrupt):

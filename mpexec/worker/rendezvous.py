@@ -34,7 +34,8 @@ def set_threads(spec: WorkerSpec) -> int:
     import torch
 
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(spec.threads or (int(wanted) if wanted.isdigit() and int(wanted) else spec.threads_per_rank()))
+    asked = int(wanted) if wanted.isdigit() else 0
+    torch.set_num_threads(spec.threads or asked or spec.threads_per_rank())
     return torch.get_num_threads()
 
 
@@ -47,7 +48,9 @@ def join_process_group(spec: WorkerSpec, rank: int, device: str, store_fd: int) 
 
     if device == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(f"/proc/self/fd/{store_fd}", spec.world_size)
+    store = dist.FileStore(  # type: ignore[attr-defined]  # missing from the stubs only
+        f"/proc/self/fd/{store_fd}", spec.world_size
+    )
     dist.init_process_group(
         backend="gloo" if device == "cpu" else "nccl",
         store=store,

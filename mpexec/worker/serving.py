@@ -126,8 +126,9 @@ class RankServer:
         elif value is None or not call.wants_value(self._rank):
             self._send(DONE, call.call_id, EMPTY)
         else:
+            what = f"the value that rank {self._rank} returned from {call.name!r}"
             try:
-                parcel = self._replies.pack(encode(value, f"the value that rank {self._rank} returned from {call.name!r}"), (0,))
+                parcel = self._replies.pack(encode(value, what), (0,))
             except MpexecError as failed:
                 self._fail(call.call_id, call.name, failed)
             else:
@@ -172,7 +173,8 @@ class RankServer:
 
     async def stop(self) -> None:
         """Cancel the coroutines of calls and the worker's background tasks, and wait until they are gone."""
-        assert self._dispatcher is not None and self.worker is not None
+        assert self._dispatcher is not None
+        assert self.worker is not None
         await self.worker.stop_async()  # first, so that the call that waits for its tasks returns
         await asyncio.sleep(0)
         await self._dispatcher.cancel_all()
@@ -180,4 +182,3 @@ class RankServer:
     def describe(self) -> dict[str, Any]:
         """What this rank is doing, for a ping."""
         return {"pid": os.getpid(), "call_id": self._progress[PROGRESS_CALL], "done": self._done_count}
-
