@@ -205,12 +205,12 @@ class CausalLMAgent(ModelAgent):
     @torch.inference_mode()
     def _try_model(self) -> None:
         """Meet first-call costs now, and make sure that every layer's attention goes through the cache."""
-        self._prefill([Prefill(0, (0, 0))])
+        # Two tokens, as the vector of a padding token is zero, and so may be its keys and values.
+        self._prefill([Prefill(0, (0, 1))])
         self._decode((0,))
         self.reset()
-        fed = self._cache.values[:, 0, :, :3].abs().amax(dim=(1, 3)) > 0
-        if not bool(fed.all()):
-            missing = int((~fed.all(dim=1)).sum())
+        missing = int((self._cache.values[:, 0].abs().amax(dim=(1, 2, 3)) == 0).sum())
+        if missing:
             raise ConfigError(
                 f"{missing} of {self._facts.layers} layers of this {self._facts.model_type} model do not use "
                 "transformers' attention interface, so mpexec cannot cache their keys and values"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +36,7 @@ def load_model(path: str, *, world_size: int, local_rank: int, device: str, dtyp
         ConfigError: transformers is missing, has no causal language model for this folder, or no tensor-parallel plan
             for it.
     """
-    try:
-        transformers: Any = import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; models need it: pip install 'mpexec[hf]'") from error
+    transformers = import_transformers()
     transformers.logging.disable_progress_bar()
     transformers.AttentionInterface.register(ATTENTION_NAME, slot_attention)
     try:
@@ -60,6 +59,31 @@ def load_model(path: str, *, world_size: int, local_rank: int, device: str, dtyp
         return model.to(device)
     unwrap(model, world_size=world_size)
     return model
+
+
+def import_transformers() -> Any:
+    """Return the module `transformers`, with the part that loads models imported too.
+
+    That part imports torch's compiler, which sets an environment variable and makes a cache folder at once, though
+    nothing may ever be compiled; both are taken back. Whoever compiles gets them again.
+
+    Raises:
+        ConfigError: transformers is not installed.
+    """
+    key = "TORCHINDUCTOR_CACHE_DIR"
+    wanted = os.environ.get(key)
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("torchinductor_*"))
+    try:
+        import_module("transformers.modeling_utils")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; models need it: pip install 'mpexec[hf]'") from error
+    if wanted is None:
+        os.environ.pop(key, None)
+    for folder in set(temporary.glob("torchinductor_*")) - before:
+        with suppress(OSError):  # another process has begun to use it
+            folder.rmdir()
+    return import_module("transformers")
 
 
 def _tensor_parallel_options(world_size: int) -> dict[str, Any]:

@@ -15,9 +15,6 @@ from typing import NoReturn
 
 from mpexec.processes import boot, streams
 
-# What torch starts with in a new process, the same in every rank.
-_TORCH_DEFAULT_SEED = 67280421310721
-
 
 def become_rank(control: int, death_fd: int, stdout: int, stderr: int) -> NoReturn:
     """Turn this forked process into a rank and run its entry. Nothing of the parent's code runs, not even at exit."""
@@ -58,14 +55,15 @@ def _forget_parent() -> None:
 
 
 def _reseed() -> None:
-    """Random numbers as in a spawned rank: Python's and numpy's differ from rank to rank, torch's start alike."""
+    """Random numbers as in a new interpreter, where each library takes its first seed from the system."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.default_generator.manual_seed(_TORCH_DEFAULT_SEED)
+        # the CPU's generator only: `torch.seed` would queue work for CUDA as well
+        torch.default_generator.seed()
 
 
 def _redirect(stdout: int, stderr: int) -> None:

@@ -17,8 +17,10 @@ _PIPE_BYTES = 1 << 20
 _KEPT_LINES = 200
 _LONGEST_LINE = 64 << 10
 _READ_BYTES = 64 << 10
-# Bound of one reading, so that a process that writes without end cannot hold its reader.
-_TURN_BYTES = 4 * _PIPE_BYTES
+# Bounds of one reading: short turns while the rank lives, because a death must not wait for the lock; at the end all
+# that a pipe can hold, and no more, because another process may go on writing.
+_TURN_BYTES = 4 * _READ_BYTES
+_FINAL_BYTES = 2 * _PIPE_BYTES
 # A pipe that poll calls writable takes PIPE_BUF bytes without blocking.
 _CHUNK_CHARACTERS = 4096
 _PATIENCE_MS = 1000
@@ -35,7 +37,7 @@ class RankLog:
         self.rank = rank
         self._pipes = {name: _Pipe() for name in ("stdout", "stderr")}
         self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        self._unshown: collections.deque[tuple[str, str]] = collections.deque()
+        self._unshown: collections.deque[tuple[str, list[str]]] = collections.deque()
         self._reading = threading.RLock()
         self._showing = threading.Lock()
 
@@ -63,14 +65,14 @@ class RankLog:
 
         May wait up to a second for the driver's own stdout; after that lines are dropped and counted.
         """
-        going_on = self._read(fd)
+        going_on = self._read(fd, _TURN_BYTES)
         self.show()
         return going_on
 
     def drain(self, *, final: bool = False) -> None:
         """Read what is in the pipes without showing it and without waiting; `final` ends an unfinished last line."""
         for fd in self.read_ends():
-            self._read(fd)
+            self._read(fd, _FINAL_BYTES)
         if final:
             with self._reading:
                 for name, pipe in self._pipes.items():
@@ -86,7 +88,7 @@ class RankLog:
             return
         try:
             while self._unshown:
-                _show(self._next_chunk())
+                self._show_next()
         finally:
             self._showing.release()
 
@@ -98,31 +100,35 @@ class RankLog:
             pipe.write_end.close()
             pipe.read_end.close()
 
-    def _read(self, fd: int) -> bool:
+    def _read(self, fd: int, most: int) -> bool:
         with self._reading:
             for name, pipe in self._pipes.items():
                 if pipe.read_end.fd == fd >= 0:
-                    lines, going_on = pipe.read()
+                    lines, going_on = pipe.read(most)
                     self._keep(name, lines)
                     return going_on
         return False
 
     def _keep(self, name: str, lines: list[str]) -> None:
-        self._last.extend(lines)
-        self._unshown.extend((name, f"[rank {self.rank}] {line}\n") for line in lines)
+        """Little work for each line: this is on the way of the news of a death."""
+        if lines:
+            self._last.extend(lines[-_KEPT_LINES:])
+            self._unshown.append((name, lines))
 
-    def _next_chunk(self) -> tuple[str, str, int]:
-        """Stream, text and number of lines: as many for one stream as fit into one write."""
-        name, text = self._unshown.popleft()
-        parts = [text]
-        size = len(text)
-        while self._unshown:
-            following, text = self._unshown[0]
+    def _show_next(self) -> None:
+        """Show the lines of one reading, as many at a time as fit into one write."""
+        name, lines = self._unshown.popleft()
+        prefix = f"[rank {self.rank}] "
+        parts: list[str] = []
+        size = 0
+        for line in lines:
+            text = f"{prefix}{line}\n"
+            if parts and size + len(text) > _CHUNK_CHARACTERS:
+                _show(name, "".join(parts), len(parts))
+                parts, size = [], 0
+            parts.append(text)
             size += len(text)
-            if following != name or size > _CHUNK_CHARACTERS:
-                break
-            parts.append(self._unshown.popleft()[1])
-        return name, "".join(parts), len(parts)
+        _show(name, "".join(parts), len(parts))
 
 
 class _Pipe:
@@ -137,10 +143,10 @@ class _Pipe:
         with contextlib.suppress(OSError):
             fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
-    def read(self) -> tuple[list[str], bool]:
-        """New whole lines, and False once every writer is gone."""
+    def read(self, most: int) -> tuple[list[str], bool]:
+        """New whole lines out of about `most` bytes, and False once every writer is gone."""
         lines: list[str] = []
-        for _ in range(_TURN_BYTES // _READ_BYTES):
+        for _ in range(most // _READ_BYTES):
             try:
                 chunk = os.read(self.read_end.fd, _READ_BYTES)
             except BlockingIOError:
@@ -159,33 +165,39 @@ class LineSplitter:
 
     def feed(self, chunk: bytes) -> list[str]:
         """The lines that `chunk` completes."""
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
+        whole, newline, self._rest = (self._rest + chunk).rpartition(b"\n")
+        lines = _texts(whole) if newline else []
         while len(self._rest) > _LONGEST_LINE:
-            whole.append(self._rest[:_LONGEST_LINE])
+            lines += _texts(self._rest[:_LONGEST_LINE])
             self._rest = self._rest[_LONGEST_LINE:]
-        return [_text(part) for line in whole for part in _parts(line)]
+        return lines
 
     def finish(self) -> list[str]:
         """The unfinished last line, if there is one; it counts as ended from here on."""
         rest, self._rest = self._rest, b""
-        return [_text(rest)] if rest else []
+        return _texts(rest) if rest else []
 
 
-def _parts(line: bytes) -> list[bytes]:
+def _texts(content: bytes) -> list[str]:
+    """The lines of `content`; nothing is done line by line unless it has to be."""
+    lines = content.decode("utf-8", "backslashreplace").split("\n")
+    if b"\r" in content:
+        lines = [line.rstrip("\r") for line in lines]
+    if len(content) > _LONGEST_LINE:
+        lines = [part for line in lines for part in _parts(line)]
+    return lines
+
+
+def _parts(line: str) -> list[str]:
     return [line[i : i + _LONGEST_LINE] for i in range(0, len(line), _LONGEST_LINE)] or [line]
-
-
-def _text(line: bytes) -> str:
-    return line.rstrip(b"\r").decode("utf-8", "backslashreplace")
 
 
 # Lines lost because nobody reads the driver's own stream, by name; while it is above 0 nobody waits for that stream.
 _lost = {"stdout": 0, "stderr": 0}
 
 
-def _show(chunk: tuple[str, str, int]) -> None:
+def _show(name: str, text: str, lines: int) -> None:
     """Write to the driver's stream of this moment: a notebook or a test may have replaced it."""
-    name, text, lines = chunk
     stream = getattr(sys, name)
     if stream is None:
         return

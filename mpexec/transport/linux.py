@@ -115,9 +115,45 @@ def pidfd_send_signal(pidfd: int, signum: int) -> None:
             )
 
 
-def drop_pages(region: mmap.mmap, offset: int, length: int) -> None:
-    """Forget a private mapping's copies of `[offset, offset + length)`; the next touch shows the shared file again."""
-    region.madvise(mmap.MADV_DONTNEED, offset, length)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """A piece of a memory file in this process's memory, until the last object made from it has died.
+
+    `mmap.mmap` duplicates the descriptor for as long as it lives; with a mapping for every large buffer that a user
+    keeps, descriptors would run out. This one needs none.
+    """
+
+    __slots__ = ("__weakref__", "_address", "size")
+
+    def __init__(self, fd: int, size: int, *, offset: int = 0, private: bool = False) -> None:
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+        if address is None or address == _MAP_FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, f"cannot map {size} bytes: {os.strerror(error)}")
+        self._address: int = address
+        self.size = size
+        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+
+    def view(self) -> memoryview:
+        """All bytes, writable; the view keeps the mapping."""
+        return memoryview(self.export(self.size)).cast("B")
+
+    def export(self, length: int) -> ctypes.Array[ctypes.c_char]:
+        """The first `length` bytes as an object that keeps the mapping and can be referred to weakly."""
+        exporter = (ctypes.c_char * length).from_address(self._address)
+        exporter.mapping = self  # type: ignore[attr-defined]  # ctypes instances take attributes
+        return exporter
+
+    def drop_pages(self, length: int) -> None:
+        """Forget a private mapping's own copies of the first pages; the next touch shows the shared file again."""
+        _libc.madvise(self._address, length, mmap.MADV_DONTNEED)
 
 
 def punch_hole(fd: int, offset: int, length: int) -> None:

@@ -1,14 +1,12 @@
 """Pooled slots for large buffers: one copy in, none or one out.
 
 Each writer has one pool: a memfd that grows and is mapped piecewise. A slot is a piece of it, reused while warm,
-because the first touch of fresh memory costs nine times the copy. A reader gives a slot back without a message: it stores
-the slot's mark in a word of its own once the last view has died; the writer compares.
+because the first touch of fresh memory costs nine times the copy. A reader gives a slot back without a message: it
+stores the slot's mark in a word of its own once the last view has died; the writer compares.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import sys
 import threading
@@ -39,6 +37,12 @@ def _table_bytes(readers: int) -> int:
     return -(-_MAX_SLOTS * readers * 8 // PAGE) * PAGE
 
 
+def _table_words(fd: int, readers: int) -> memoryview:
+    """The table of marks as aligned words; it stays mapped as long as it is referred to."""
+    size = _table_bytes(readers)
+    return linux.Mapping(fd, size).view().cast("Q")
+
+
 def create_pool_memory(name: str, readers: int) -> int:
     """A memfd for a pool: the table of returned marks, sparse until used, and room that grows behind it."""
     return linux.memfd_create(name, _table_bytes(readers))
@@ -56,7 +60,7 @@ def copy_into(target: memoryview, source: memoryview) -> None:
 class _Slot:
     __slots__ = ("index", "mark", "memory", "offset", "readers", "size", "used_ns")
 
-    def __init__(self, index: int, offset: int, size: int, memory: mmap.mmap) -> None:
+    def __init__(self, index: int, offset: int, size: int, memory: linux.Mapping) -> None:
         self.index = index
         self.offset = offset
         self.size = size
@@ -79,8 +83,7 @@ class PoolWriter:
         self._n_readers = readers
         self._live = set(range(readers))
         self._end = _table_bytes(readers)
-        self._table = mmap.mmap(fd, self._end)
-        self._words = memoryview(self._table).cast("Q")
+        self._words = _table_words(fd, readers)
         self._lock = threading.Lock()
         self._slots: dict[int, list[_Slot]] = {}
         self._count = 0
@@ -102,7 +105,7 @@ class PoolWriter:
             slot.mark = self._next_mark
             self._next_mark += 1
             slot.readers = tuple(readers)
-        copy_into(memoryview(slot.memory)[: source.nbytes], source)
+        copy_into(slot.memory.view()[: source.nbytes], source)
         return Buffer(slot.offset, source.nbytes, slot.index, slot.mark, private)
 
     def _is_free(self, slot: _Slot) -> bool:
@@ -121,7 +124,7 @@ class PoolWriter:
             raise TransportError(f"{_MAX_SLOTS} large buffers are still viewed by their receivers: drop some")
         offset, self._end = self._end, self._end + size
         os.ftruncate(self.fd.fd, self._end)
-        slot = _Slot(self._count, offset, size, mmap.mmap(self.fd.fd, size, offset=offset))
+        slot = _Slot(self._count, offset, size, linux.Mapping(self.fd.fd, size, offset=offset))
         slot.used_ns = now
         self._count += 1
         self._slots.setdefault(size, []).append(slot)
@@ -156,11 +159,6 @@ class PoolWriter:
 
     def close(self) -> None:
         """Unmap and close; readers keep their own mappings."""
-        self._words.release()
-        self._table.close()
-        for slots in self._slots.values():
-            for slot in slots:
-                slot.memory.close()
         self._slots.clear()
         self.fd.close()
 
@@ -171,8 +169,8 @@ class _Mapping:
     __slots__ = ("private", "shared")
 
     def __init__(self) -> None:
-        self.shared: mmap.mmap | None = None
-        self.private: mmap.mmap | None = None
+        self.shared: linux.Mapping | None = None
+        self.private: linux.Mapping | None = None
 
 
 class PoolReader:
@@ -192,8 +190,7 @@ class PoolReader:
         self._n_readers = readers
         self._reader = reader
         self._shared_views = shared_views
-        self._table = mmap.mmap(fd, _table_bytes(readers))
-        self._words = memoryview(self._table).cast("Q")
+        self._words = _table_words(fd, readers)
         self._mappings: dict[int, tuple[int, _Mapping]] = {}
         self._exporters: dict[int, weakref.ref[Any]] = {}
 
@@ -205,7 +202,7 @@ class PoolReader:
         """
         private = buffer.private and not self._shared_views
         memory = self._map(buffer, private=private)
-        exporter = (ctypes.c_char * buffer.length).from_buffer(memory)
+        exporter = memory.export(buffer.length)
         index, mark, words = buffer.slot * self._n_readers + self._reader, buffer.mark, self._words
         exporters, key = self._exporters, id(exporter)
         length = -(-buffer.length // PAGE) * PAGE
@@ -213,14 +210,14 @@ class PoolReader:
         def give_back(_: object) -> None:
             exporters.pop(key, None)
             if private:
-                linux.drop_pages(memory, 0, length)
+                memory.drop_pages(length)
             words[index] = mark
 
         exporters[key] = weakref.ref(exporter, give_back)
         view = memoryview(exporter).cast("B")
         return view if buffer.private or self._shared_views else view.toreadonly()
 
-    def _map(self, buffer: Buffer, *, private: bool) -> mmap.mmap:
+    def _map(self, buffer: Buffer, *, private: bool) -> linux.Mapping:
         size = _size_class(buffer.length)
         known = self._mappings.get(buffer.slot)
         if known is None or known[0] != size:
@@ -228,8 +225,7 @@ class PoolReader:
         mapping = known[1]
         memory = mapping.private if private else mapping.shared
         if memory is None:
-            flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-            memory = mmap.mmap(self.fd.fd, size, flags=flags, offset=buffer.offset)
+            memory = linux.Mapping(self.fd.fd, size, offset=buffer.offset, private=private)
             if private:
                 mapping.private = memory
             else:

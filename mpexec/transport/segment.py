@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from typing import Self
 
@@ -21,13 +20,12 @@ class Segment:
         data: The segment as bytes.
     """
 
-    __slots__ = ("data", "fd", "map", "size", "words")
+    __slots__ = ("data", "fd", "size", "words")
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = linux.OwnedFd(fd)
         self.size = size
-        self.map = mmap.mmap(fd, size)
-        self.data = memoryview(self.map)
+        self.data = linux.Mapping(fd, size).view()
         self.words = self.data.cast("Q")
 
     @classmethod
@@ -44,5 +42,4 @@ class Segment:
         """Unmap and close; again changes nothing. No views of users exist into these segments."""
         self.words.release()
         self.data.release()
-        self.map.close()
         self.fd.close()

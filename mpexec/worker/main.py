@@ -94,7 +94,7 @@ def _connect(boot: Boot, link: LinkFacts) -> RankServer:
 def _build(spec: WorkerSpec, boot: Boot, server: RankServer, report: Any) -> tuple[BaseWorker, dict[str, Any]]:
     rank = boot.rank
     threads = 0
-    if spec.init_process_group or spec.device != "cpu":
+    if spec.init_process_group or spec.device == "cuda":
         report("import torch")
         import torch  # noqa: F401
     report("device")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, Qwen2Config, Qwen3Config
 
 from mpexec import build_executor
 from mpexec.agent.causal_lm import CausalLMAgent
+from mpexec.agent.sharding import import_transformers
 from mpexec.agent.steps import Prefill, StepInput, StepOutput
 from mpexec.errors import ConfigError
 from mpexec.models import default_model_path
@@ -30,6 +30,7 @@ Step = Callable[[StepInput], StepOutput]
 
 def random_model(kind: str, folder: Path) -> Path:
     """Save a small untrained model whose logits are far enough apart to have an order."""
+    transformers = import_transformers()
     sizes: dict[str, Any] = {
         "vocab_size": 503,
         "hidden_size": 64,
@@ -41,12 +42,12 @@ def random_model(kind: str, folder: Path) -> Path:
         "initializer_range": 0.15,
     }
     configs: dict[str, Callable[[], Any]] = {
-        "llama": lambda: LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=False),
-        "qwen2": lambda: Qwen2Config(**sizes, tie_word_embeddings=False),
-        "qwen3": lambda: Qwen3Config(**sizes, head_dim=24, tie_word_embeddings=True),
+        "llama": lambda: transformers.LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=False),
+        "qwen2": lambda: transformers.Qwen2Config(**sizes, tie_word_embeddings=False),
+        "qwen3": lambda: transformers.Qwen3Config(**sizes, head_dim=24, tie_word_embeddings=True),
     }
     torch.manual_seed(17)
-    model: Any = AutoModelForCausalLM.from_config(configs[kind]())
+    model = transformers.AutoModelForCausalLM.from_config(configs[kind]())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -63,7 +64,7 @@ def random_prompts(vocabulary: int) -> list[list[int]]:
 @torch.inference_mode()
 def reference(path: Path, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
     """Return, for each prompt, the new tokens of `generate` and the gap between the two best logits at each."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    model = import_transformers().AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
     results = []
     for prompt in prompts:
         output = model.generate(
@@ -197,8 +198,9 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_remedy(tmp_path: Path)
     agent.world_size = 3
     with pytest.raises(ConfigError, match="8 attention heads and 4 key/value heads"):
         agent.build_model()
-    AutoModelForCausalLM.from_config(
-        OPTConfig(vocab_size=50, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2)
+    transformers = import_transformers()
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.OPTConfig(vocab_size=50, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2)
     ).save_pretrained(tmp_path)
     agent = CausalLMAgent(str(tmp_path))
     agent.world_size = 2

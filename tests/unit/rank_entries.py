@@ -37,8 +37,6 @@ def echo(boot: Boot) -> None:
         "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "stdin": os.readlink("/proc/self/fd/0"),
-        "random": random.random(),
-        "torch": "torch" in sys.modules,
         "executable": sys.executable,
     }
     boot.lane.send(("facts", facts))
@@ -48,6 +46,12 @@ def echo(boot: Boot) -> None:
 def say(boot: Boot) -> None:
     """Report, then wait."""
     boot.lane.send(("here", os.getpid()))
+    until_released(boot)
+
+
+def draw(boot: Boot) -> None:
+    """Report a random number."""
+    boot.lane.send(("drawn", random.random()))
     until_released(boot)
 
 
@@ -83,6 +87,12 @@ def last_words(boot: Boot) -> None:
     for number in range(10):
         boot.lane.send(("word", number))
     os._exit(5)
+
+
+def wait_for_a_child(boot: Boot) -> None:
+    """Report the status of a child of this rank, then wait."""
+    boot.lane.send(("child", subprocess.run([sys.executable, "-c", "raise SystemExit(7)"], check=False).returncode))
+    until_released(boot)
 
 
 def ignore_term(boot: Boot) -> None:

@@ -195,13 +195,18 @@ def test_a_rank_gets_payload_environment_and_descriptors(start_method: str, tmp_
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_phases_are_reported_and_ranks_do_not_share_a_random_state(start_method: str, ranks: Any) -> None:
-    started = ranks("say", 2, start_method=start_method)
-    phases = []
-    for _ in range(2):
-        while (message := started.messages.get(timeout=SOON)[1])[0] == "phase":
-            phases.append(message[1])
-    assert phases.count("interpreter") == phases.count("import entry") == 2
+def test_phases_are_reported_in_order(start_method: str, ranks: Any) -> None:
+    started = ranks("say", start_method=start_method)
+    phases = [started.messages.get(timeout=SOON)[1][1] for _ in range(2 if start_method == "fork" else 3)]
+    assert phases == ["interpreter", "import main", "import entry"] or (
+        start_method == "fork" and phases == ["interpreter", "import entry"]
+    )
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_ranks_do_not_share_a_random_state(start_method: str, ranks: Any) -> None:
+    started = ranks("draw", 2, start_method=start_method)
+    assert started.next("drawn") != started.next("drawn")
 
 
 def test_an_import_error_before_the_entry_is_reported_with_its_phase(ranks: Any) -> None:
@@ -248,6 +253,19 @@ def test_a_second_launch_uses_the_warm_fork_server_and_a_killed_one_is_replaced(
     death = alive.death()
     assert (death.exit_code, death.signal_name) == (None, None)
     assert "not known" in death.describe()
+
+
+def test_a_stopped_fork_server_delays_the_facts_of_deaths_by_one_second_in_all(ranks: Any) -> None:
+    started = ranks("say", 4, start_method="forkserver")
+    for _ in range(4):
+        started.next("here")
+    server = next(iter(fork_server_module._servers.values()))
+    os.kill(server.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    for process in started.processes:
+        process.send_signal(signal.SIGKILL)
+    assert [started.death().exit_code for _ in range(4)] == [None] * 4
+    assert 0.9 < time.monotonic() - begin < 4.0
 
 
 def test_an_entry_read_at_import_starts_a_fork_server_of_its_own() -> None:
@@ -327,6 +345,34 @@ def test_a_forked_rank_runs_nothing_of_its_parent_at_exit() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "unflushed0\n0\natexit True\nfinalizer True\n"
+
+
+def test_a_driver_that_ignores_sigchld_or_restores_sigpipe_can_launch() -> None:
+    done = run_script(
+        """
+        import signal, subprocess
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        from mpexec.deadline import Deadline
+        from mpexec.processes import launch, RankPlan, end_processes
+        from mpexec.transport.lane import LaneClosed
+        for method in ("spawn", "forkserver"):
+            entry = "rank_entries:wait_for_a_child"
+            p, = launch([RankPlan(0)], start_method=method, entry=entry, payload=b"", preload=())
+            while (message := p.lane.recv(Deadline.after(20))[0])[0] == "phase":
+                pass
+            print(message, end_processes([p], Deadline.after(5), ask=None), p.death.describe())
+            try:
+                p.lane.send("to nobody")
+            except LaneClosed:
+                print("closed")
+            p.close()
+        """
+    )
+    assert (done.stderr, done.returncode) == ("", 0)
+    first, _, second, _ = done.stdout.splitlines()
+    assert first.startswith("('child', 7) {0: 'TERM'} ended; its exit status is not known")
+    assert second == "('child', 7) {0: 'TERM'} killed by SIGTERM (sent by mpexec)"
 
 
 @pytest.mark.parametrize("stdin", [True, False])

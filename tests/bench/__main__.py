@@ -1,0 +1,98 @@
+"""The command line of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tests.bench import death, idle, imports, payload, rpc, startup
+from tests.bench.fresh import BenchError
+from tests.bench.settings import Part, Settings
+from tests.bench.stats import Row, table
+
+PARTS: dict[str, tuple[Part, str]] = {
+    "imports": (imports.run, "import mpexec"),
+    "rpc": (rpc.run, "round trips with a tiny argument, against N multiprocessing Pipes (message pickled once)"),
+    "payload": (payload.run, "16 and 256 MiB, 2 ranks, against np.copyto (ratio = copy time / call time)"),
+    "death": (death.run, "SIGKILL to the error in the caller, against a pidfd observer"),
+    "startup": (startup.run, "start to first reply, torch and gloo in the ranks"),
+    "idle": (idle.run, "CPU of driver and 2 ranks while nobody calls"),
+}
+FAILED, MISSED = 1, 3
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("parts", nargs=-1, type=click.Choice(list(PARTS)))
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write every figure to FILE.",
+    metavar="FILE",
+)
+@click.option("--repeats", type=click.IntRange(1), default=None, help="Interleaved repeats: 5, 2 with --quick.")
+@click.option("--quick", is_flag=True, help="A small run that shows that everything works; its figures mean little.")
+@click.option("--strict", is_flag=True, help=f"Exit with {MISSED} if a bar is missed.")
+def main(parts: tuple[str, ...], json_file: Path | None, repeats: int | None, quick: bool, strict: bool) -> None:
+    """Run the benchmarks PARTS (default: all) and print each figure beside its bar.
+
+    Exit code 0 unless a benchmark itself could not be carried out. Run it on a machine that does nothing else.
+    """
+    settings = Settings(repeats or (2 if quick else 5), quick, lambda text: click.echo(f"... {text}", err=True))
+    facts = _facts(settings)
+    click.echo(facts["text"])
+    results: dict[str, list[Row]] = {}
+    failures: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for name in dict.fromkeys(parts or PARTS):
+        run, title = PARTS[name]
+        began = time.monotonic()
+        try:
+            results[name] = run(settings)
+        except BenchError as error:
+            failures[name] = str(error)
+        seconds[name] = time.monotonic() - began
+        text = table(results[name]) if name in results else f"FAILED: {failures[name]}"
+        click.echo(f"\n{name}: {title} ({seconds[name]:.0f} s)\n{text}")
+    missed = [f"{name}: {row.name.strip()}" for name, rows in results.items() for row in rows if row.verdict == "MISS"]
+    _print_summary(results, missed, failures, sum(seconds.values()))
+    if json_file is not None:
+        parts_as_data = {name: [row.as_dict() for row in rows] for name, rows in results.items()}
+        content = {"facts": facts, "parts": parts_as_data, "failures": failures, "missed": missed, "seconds": seconds}
+        json_file.write_text(json.dumps(content, indent=1) + "\n")
+    sys.exit(FAILED if failures else MISSED if missed and strict else 0)
+
+
+def _print_summary(results: dict[str, list[Row]], missed: list[str], failures: dict[str, str], seconds: float) -> None:
+    kept = sum(row.verdict == "ok" for rows in results.values() for row in rows)
+    click.echo(f"\n{kept} bars kept, {len(missed)} missed, {len(failures)} parts failed, {seconds:.0f} s")
+    for name in missed:
+        click.echo(f"MISS  {name}")
+
+
+def _facts(settings: Settings) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    return {
+        "cores": cores,
+        "load": load,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "repeats": settings.repeats,
+        "quick": settings.quick,
+        "text": f"{cores} cores, load {load:.2f} before the start, Linux {platform.release()} {platform.machine()}, "
+        f"Python {platform.python_version()}, {settings.repeats} interleaved repeats; medians over the repeats"
+        + (", QUICK" if settings.quick else ""),
+    }
+
+
+if __name__ == "__main__":
+    main()
