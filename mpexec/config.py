@@ -48,7 +48,7 @@ class Topology:
         try:
             chosen = (ranks,) if isinstance(ranks, int) else tuple(sorted(set(ranks)))
         except TypeError:
-            chosen = ()
+            chosen = (-1,)
         bad = [r for r in chosen if not isinstance(r, int) or isinstance(r, bool) or not 0 <= r < self.world_size]
         if bad or (not chosen and what == "ranks"):
             raise ConfigError(f"{what}={ranks!r}: ranks are integers from 0 to {self.world_size - 1}, at least one")

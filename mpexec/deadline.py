@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from mpexec.errors import ConfigError
 
 _NS = 1_000_000_000
+_LONGEST_S = 366 * 24 * 3600  # what is longer is never: system calls refuse times that are too long
+_LONGEST_POLL_MS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +24,17 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None) -> Deadline:
-        """The deadline `seconds` from now; None never expires.
+        """The deadline `seconds` from now; None, and more than a year, never expires.
 
         Raises:
             ConfigError: `seconds` is negative or not a number.
         """
         if seconds is None:
             return cls(None)
-        if not seconds >= 0:
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
             raise ConfigError(f"a timeout must be None or at least 0 seconds, not {seconds!r}")
+        if seconds > _LONGEST_S:
+            return cls(None)
         return cls(time.monotonic_ns() + int(seconds * _NS))
 
     @property
@@ -56,7 +60,10 @@ class Deadline:
         return self if self.at_ns <= other.at_ns else other
 
     def poll_ms(self) -> int | None:
-        """Milliseconds left for `select.poll`, rounded up so that a wake-up never comes before the deadline."""
+        """Milliseconds left for `select.poll`, rounded up so that a wake-up never comes before the deadline.
+
+        At most twelve days: a poll that ends earlier is a look at the clock and another poll.
+        """
         if self.at_ns is None:
             return None
-        return max(0, -((time.monotonic_ns() - self.at_ns) // 1_000_000))
+        return min(_LONGEST_POLL_MS, max(0, -((time.monotonic_ns() - self.at_ns) // 1_000_000)))

@@ -6,16 +6,16 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from mpexec.errors import MpexecError, RemoteError, RemoteTraceback, SerializationError
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One method to run on ranks.
+class Call(NamedTuple):
+    """One method to run on ranks. A named tuple: it is made twice a call, and frozen dataclasses are slow to make.
 
     Attributes:
         call_id: Unique in its executor, ascending in the order of sending.
@@ -26,7 +26,7 @@ class Call:
     call_id: int
     method: str | Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = MappingProxyType({})
     reply_ranks: tuple[int, ...] | None = None
 
     @property

@@ -207,7 +207,12 @@ class TaskOwner:
             return
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskSet(type(self).__name__)
-        self._open(self._tasks)
+        try:
+            self._open(self._tasks)
+        except BaseException:
+            self._tasks.post_cancel()
+            self._tasks = None
+            raise
 
     async def start_async(self) -> None:
         """As `start`."""

@@ -157,6 +157,8 @@ class EngineLoop(TaskOwner):
             output = await self._run_step(step)
             self.counters.steps += 1
             self._outbox.put_nowait(self.scheduler.complete(output))
+            # An output that is there at once does not suspend this task; callers and cancellations need their turn.
+            await asyncio.sleep(0)
 
     async def _run_step(self, step: StepInput) -> StepOutput:
         """Run one step on all ranks; an executor that was lost gives the root cause, not the news of it."""

@@ -7,7 +7,7 @@ import concurrent.futures
 import enum
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 from mpexec.config import Topology, WorkerSpec
@@ -44,6 +44,7 @@ _MOVES = {
     State.BROKEN: {State.RELEASED},
     State.RELEASED: set(),
 }
+_SETTLE_S = 1.0
 _ALIVE = frozenset({State.READY, State.RUNNING, State.STOPPED})
 
 
@@ -67,6 +68,8 @@ class Executor:
         self.topology: Topology = self.spec.topology
         self._state = State.NEW
         self._state_lock = threading.RLock()
+        self._changed = threading.Condition(self._state_lock)
+        self._start_lock = threading.Lock()
         self._root: BaseException | None = None
         self._calls = CallTable()
         self._methods: frozenset[str] = frozenset()
@@ -102,6 +105,7 @@ class Executor:
             if state not in _MOVES[self._state]:
                 raise WrongStateError(f"cannot go from {self._state.name} to {state.name}", state=self._state.name)
             self._state = state
+            self._changed.notify_all()
 
     def _check_alive(self) -> None:
         """Raise what a call must raise when the ranks are not there to take it."""
@@ -261,6 +265,10 @@ class Executor:
             raise AttributeError(f"no rank has a public method {method!r}; nothing was sent")
         if type(args) is not tuple:
             raise ConfigError(f"args must be a tuple, not {args!r}; for one argument write args=(value,)")
+        if type(method) is not str and not callable(method):
+            raise ConfigError(f"method must be a name or a callable that takes the worker, not {method!r}")
+        if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+            raise ConfigError(f"kwargs must map names to values, not {kwargs!r}")
         deadline = Deadline.after(timeout)
         chosen = self._all_ranks if ranks is None else self.topology.select(ranks)
         bare = isinstance(reply_ranks, int)
@@ -305,7 +313,7 @@ class Executor:
         raise NotImplementedError
 
     def _stop_ranks(self) -> None:
-        """Stop the workers' background tasks, bounded by `stop_timeout`."""
+        """Stop the workers' background tasks, bounded by `stop_timeout`; never twice at once."""
         raise NotImplementedError
 
     def _release_ranks(self) -> None:
@@ -346,11 +354,12 @@ class Executor:
             WrongStateError: It has been released.
             ExecutorBrokenError: A rank was lost before.
         """
-        with self._state_lock:
+        with self._start_lock:
+            self._await_stopped(self.spec.stop_timeout)
             if self._state is State.RUNNING:
                 return
             self._check_alive()
-        self._start_ranks()
+            self._start_ranks()
 
     async def wait_tasks(self) -> None:
         """Wait until a background task of any rank fails, stop the others, and raise that error.
@@ -365,6 +374,8 @@ class Executor:
             self._check_alive()
             return
         await self._wait_async(background)
+        # The stop that ended it, or that its failure has set off, is to be over, so that `start` may follow.
+        await in_thread(lambda: self._await_stopped(_SETTLE_S), name="mpexec-settle")
         if background.error is not None:
             raise background.error
 
@@ -378,9 +389,36 @@ class Executor:
         if self._state not in _ALIVE:
             return
         if _on_running_loop():
-            threading.Thread(target=self._stop_ranks, name="mpexec-stop", daemon=True).start()
+            threading.Thread(target=self._stop_once, name="mpexec-stop", daemon=True).start()
         else:
+            self._stop_once()
+
+    def _stop_once(self) -> None:
+        """Stop, or wait for the stop that another thread is at."""
+        with self._changed:
+            if self._stopping:
+                self._changed.wait_for(lambda: not self._stopping, self.spec.stop_timeout)
+                return
+            if self._state not in _ALIVE:
+                return
+            self._stopping = True
+        try:
             self._stop_ranks()
+        finally:
+            with self._changed:
+                self._stopping = False
+                self._changed.notify_all()
+
+    def _await_stopped(self, seconds: float) -> None:
+        """Wait until no stop is under way."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._state not in _ALIVE or not (self._stopping or self._unstopped_ranks()), seconds
+            )
+
+    def _unstopped_ranks(self) -> bool:
+        """True while a rank that was told to stop has not said that it did."""
+        raise NotImplementedError
 
     def release(self) -> None:
         """Free processes, memory and descriptors. Never raises for what is gone; works after a failure, and twice."""
@@ -388,11 +426,9 @@ class Executor:
             self._release_ranks()
 
     @classmethod
-    async def create_async(cls, *args: Any, **options: Any) -> Self:
+    def create_async(cls, *args: Any, **options: Any) -> Coroutine[Any, Any, Self]:
         """Construct without blocking the loop. If it is cancelled, the executor is released as soon as it exists."""
-        return await in_thread(
-            lambda: cls(*args, **options), name="mpexec-create", abandoned=lambda made: made.release()
-        )
+        return in_thread(lambda: cls(*args, **options), name="mpexec-create", abandoned=lambda made: made.release())
 
     async def start_async(self) -> None:
         """As `start`, without blocking the loop."""
@@ -477,7 +513,11 @@ def make_spec(agent: Callable[..., Any] | WorkerSpec, options: Mapping[str, Any]
 def _check_scatter(args: tuple[Any, ...], args_per_rank: Sequence[tuple[Any, ...]], chosen: tuple[int, ...]) -> None:
     if args:
         raise ConfigError("give args or args_per_rank, not both")
-    if len(args_per_rank) != len(chosen) or not all(type(own) is tuple for own in args_per_rank):
+    if (
+        not isinstance(args_per_rank, Sequence)
+        or len(args_per_rank) != len(chosen)
+        or not all(type(own) is tuple for own in args_per_rank)
+    ):
         raise ConfigError(f"args_per_rank must hold one tuple for each of the {len(chosen)} ranks {chosen}")
 
 

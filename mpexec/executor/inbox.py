@@ -22,8 +22,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from mpexec.deadline import Deadline
 from mpexec.errors import TransportError
 from mpexec.executor.pending import PendingCall, open_gate
+from mpexec.executor.threads import CallbackThread
 from mpexec.transport import linux
 from mpexec.transport.channel import Receiver
 from mpexec.transport.doorbell import Spinner
@@ -93,7 +95,9 @@ class Inbox:
         self._leader_parked = False
         self._followers: deque[tuple[int, threading.Lock]] = deque()
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
-        self._probing = 0
+        self._probing: list[asyncio.AbstractEventLoop] = []
+        self._monitor = 0
+        self._callbacks = CallbackThread()
         self._mask = 0
         self._unwaited = 0
         self._covered = 0
@@ -120,18 +124,29 @@ class Inbox:
             self._handlers.flush()
             while self._events:
                 self._events.popleft()()
+        if self._later:
+            if threading.get_ident() == self._monitor:
+                self._callbacks.wake(self._run_later)
+            else:
+                self._run_later()
+        self.kick()
+
+    def _run_later(self) -> None:
         while self._later:
             try:
-                self._later.popleft()()
+                callback = self._later.popleft()
             except IndexError:  # another thread took it
-                break
-        self.kick()
+                return
+            callback()
 
     def _drain(self, rank: int, receiver: Receiver) -> None:
         ring = receiver.ring
         try:
             while (record := ring.read()) is not None:
-                self._handlers.on_record(rank, receiver, record)
+                try:
+                    self._handlers.on_record(rank, receiver, record)
+                finally:
+                    record.payload.release()
                 ring.advance()
                 if ring.writer_wants_space():
                     self._handlers.wake_rank(rank)
@@ -142,6 +157,11 @@ class Inbox:
         """Have `event` run inside the pump, now, in this thread or in the one that is pumping."""
         self._events.append(event)
         self.pump()
+
+    def post_from_monitor(self, event: Callable[[], None]) -> None:
+        """As `post`, on the monitor's thread, which must never run users' callbacks: they may wait for it."""
+        self._monitor = threading.get_ident()
+        self.post(event)
 
     def later(self, callback: Callable[[], None]) -> None:
         """From inside the pump: run a user's callback once the pump is free again."""
@@ -158,11 +178,11 @@ class Inbox:
         """Write down who must be woken; with the park lock held. The caller fences and looks again if it is not 0."""
         if self._leader is not None:
             mask = THREAD if self._leader_parked else 0
-        elif self._probing:
+        elif any(loop.is_running() for loop in self._probing):
             mask = 0
         else:
-            mask = LOOP if self._loops else 0
-            if self._unwaited or (self._covered and not self._loops):
+            mask = LOOP if any(loop.is_running() for loop in self._loops) else 0
+            if self._unwaited or (self._covered and not mask):
                 mask |= MONITOR
         if mask != self._mask:
             self._mask = self._words[DRIVER_PARKED] = mask
@@ -190,6 +210,7 @@ class Inbox:
 
     def on_monitor_bell(self) -> None:
         """The monitor thread's callback for its doorbell."""
+        self._monitor = threading.get_ident()
         linux.drain_eventfd(self.bells[2].fd)
         self.pump()
 
@@ -244,7 +265,7 @@ class Inbox:
         poll = select.poll()
         poll.register(bell, select.POLLIN)
         expiry = pending.next_expiry()
-        poll.poll(None if expiry is None else max(0, -((time.monotonic_ns() - expiry) // 1_000_000)))
+        poll.poll(Deadline(expiry).poll_ms())
         linux.drain_eventfd(bell)
         self.pump()
         if not pending.done and expiry is not None and time.monotonic_ns() >= expiry:
@@ -338,8 +359,9 @@ class Inbox:
         """Spin without starving anybody: each look gives the core to the ranks and a turn to the loop's other tasks."""
         if not self._spinner.wants_to_spin():
             return False
+        loop = asyncio.get_running_loop()
         with self._park_lock:
-            self._probing += 1
+            self._probing.append(loop)
             self._publish()
         try:
             for _ in range(60):
@@ -353,7 +375,7 @@ class Inbox:
             return False
         finally:
             with self._park_lock:
-                self._probing -= 1
+                self._probing.remove(loop)
             self._republish()
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -373,7 +395,7 @@ class Inbox:
                 self._loops[loop] = count
             elif count == 0:
                 del self._loops[loop]
-                if not self.bells[1].closed:
+                if not (self.bells[1].closed or loop.is_closed()):
                     loop.remove_reader(self.bells[1].fd)
         self._republish()
 
@@ -391,6 +413,7 @@ class Inbox:
             self._remove_from(loop)
         for bell in self.bells:
             bell.close()
+        self._callbacks.close()
 
     def _remove_from(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take our doorbell out of a loop before its number is closed; on that loop's own thread where it runs."""

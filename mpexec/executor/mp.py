@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import pickle
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Self
 
 from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
@@ -26,7 +28,7 @@ from mpexec.executor.stacks import collect_stacks
 from mpexec.messages import Call, Failure
 from mpexec.processes import Death, refuse_while_importing_main
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver
-from mpexec.transport.frame import Frame, dumps, encode, is_plain
+from mpexec.transport.frame import Frame, encode, is_plain
 from mpexec.transport.linux import ring_eventfd
 from mpexec.transport.ring import WANT_SPACE, Record
 from mpexec.worker.main import LinkFacts
@@ -58,6 +60,13 @@ class MPExecutor(Executor):
         StartupError: A rank did not become ready; its error is the cause. Nothing is left behind.
     """
 
+    @classmethod
+    def create_async(cls, *args: Any, **options: Any) -> Coroutine[Any, Any, Self]:
+        """Construct without blocking the loop. If it is cancelled, the executor is released as soon as it exists."""
+        # Not a coroutine function: the warning belongs to the line that calls it.
+        warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
+        return super().create_async(*args, **options, _warn=False)
+
     def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
         if options.pop("_warn", True):
             warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
@@ -66,8 +75,8 @@ class MPExecutor(Executor):
         self._enter(State.STARTING)
         self._backlog: deque[tuple[int, int, Parcel, tuple[int, ...]]] = deque()
         self._outputs = Outputs(self.spec.max_outputs)
-        self._stopped_ranks: set[int] = set()
-        self._changed = threading.Condition()
+        self._unstopped: dict[int, int] = {}  # ranks told to stop that have not answered: the token of each
+        self._stop_tokens = itertools.count(1)
         self._ender: threading.Thread | None = None
         self._ready_ns = 0
         with contextlib.ExitStack() as stack:
@@ -103,7 +112,7 @@ class MPExecutor(Executor):
 
         def on_death(death: Death) -> None:
             if (executor := self_ref()) is not None:
-                inbox.post(lambda: executor._on_death(death))
+                inbox.post_from_monitor(lambda: executor._on_death(death))
 
         def next_at() -> int | None:
             return executor._next_unwaited_expiry() if (executor := self_ref()) is not None else None
@@ -157,9 +166,9 @@ class MPExecutor(Executor):
         self._inbox.post(lambda: pending.end_with(error))
 
     def _pack(self, call: Call, args: tuple[Any, ...], ranks: tuple[int, ...]) -> Parcel:
-        content = (call.method, args, call.kwargs, call.reply_ranks)
+        content = (call.method, args, call.kwargs or {}, call.reply_ranks)
         if type(call.method) is str and is_plain(args) and (not call.kwargs or is_plain(tuple(call.kwargs.values()))):
-            return self._link.sender.pack(Frame(dumps(content)), ranks)
+            return self._link.sender.pack(Frame(pickle.dumps(content, pickle.HIGHEST_PROTOCOL)), ranks)
         return self._link.sender.pack(encode(content, f"the arguments of {call.name!r}"), ranks)
 
     def _send(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> None:
@@ -226,16 +235,28 @@ class MPExecutor(Executor):
 
     def _on_control(self, rank: int, message: tuple[Any, ...]) -> None:
         if message[0] == "stopped":
-            if message[1]:
-                logger.warning("rank %d failed while it stopped: %s", rank, message[1])
+            _, token, text = message
+            if text:
+                logger.warning("rank %d failed while it stopped: %s", rank, text)
             with self._changed:
-                self._stopped_ranks.add(rank)
-                self._changed.notify_all()
+                if self._unstopped.get(rank) == token:
+                    del self._unstopped[rank]
+                    self._changed.notify_all()
+
+    def _unstopped_ranks(self) -> bool:
+        return bool(self._unstopped)
+
+    def _tell_to_stop(self) -> None:
+        """Tell every rank to stop its tasks and to drop the calls sent so far; does not wait."""
+        for rank in self._all_ranks:
+            token = next(self._stop_tokens)
+            with self._changed:
+                self._unstopped[rank] = token
+            if not self._group.tell(rank, ("stop", token, self._calls.last_id)):
+                logger.debug("rank %d could not be told to stop", rank)
 
     def _on_death(self, death: Death) -> None:
         """A rank's process has ended; in the pump, after its last replies have been read."""
-        with self._changed:
-            self._changed.notify_all()
         if self._state in (State.BROKEN, State.RELEASED):
             return
         self._link.drop_rank(death.rank)
@@ -302,8 +323,7 @@ class MPExecutor(Executor):
 
     def _stop_others(self, background: PendingCall) -> None:
         """The first rank's background tasks have failed: the others are to stop theirs."""
-        for rank in self._all_ranks:
-            self._group.tell(rank, ("stop", self._calls.last_id))
+        self._tell_to_stop()
 
     def _background_over(self, background: PendingCall) -> None:
         self._calls.close(background)
@@ -374,7 +394,9 @@ class MPExecutor(Executor):
     def _abandon(self, pending: PendingCall) -> None:
         if pending.done or self._calls.get(pending.call_id) is not pending:
             return
-        self._calls.close(pending)
+        self._inbox.post(
+            lambda: pending.finish(ExecutorStoppedError(f"{pending.method!r} was abandoned by its caller"))
+        )
         if self._state in (State.READY, State.RUNNING, State.STOPPED):
             sender = self._link.sender
             with sender.lock:
@@ -392,7 +414,11 @@ class MPExecutor(Executor):
             raise
         if room.error is not None:
             raise room.error
-        pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
+        try:
+            pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
+        except BaseException:
+            self._outputs.withdraw(room)
+            raise
         pending.on_done(self._on_notified)
         self._leave_unwaited(pending, covered=True)
 
@@ -419,7 +445,7 @@ class MPExecutor(Executor):
         except BaseException:
             self._abandon(start)
             if self._state is not State.BROKEN:
-                self._stop_ranks()
+                self._stop_once()
             raise
         call = Call(0, "wait_tasks", reply_ranks=())
         background = self._new_background()
@@ -435,25 +461,22 @@ class MPExecutor(Executor):
             self._background_failed(earlier.error)  # of a call that had been notified before the start
 
     def _stop_ranks(self) -> None:
-        with self._state_lock:
-            if self._state not in (State.READY, State.RUNNING, State.STOPPED):
-                return
-            if self._stopping:
-                first = False
-            else:
-                first = self._stopping = True
         deadline = Deadline.after(self.spec.stop_timeout)
-        if not first:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._stopping, deadline.remaining())
-            return
-        try:
-            self._inbox.post(self._end_calls_stopped)
-            self._ask_to_stop(deadline)
-        finally:
-            with self._changed:
-                self._stopping = False
-                self._changed.notify_all()
+        self._inbox.post(self._end_calls_stopped)
+        self._tell_to_stop()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._state is State.BROKEN or not self._unstopped, deadline.share(0.4).remaining()
+            )
+            stuck = sorted(self._unstopped)
+            if not stuck and self._state in (State.READY, State.RUNNING):
+                self._enter(State.STOPPED)
+            if not stuck or self._state in (State.BROKEN, State.RELEASED):
+                return
+        logger.warning("ranks %s do not stop: %s", stuck, self._states_text())
+        error = ExecutorStoppedError(f"ranks {stuck} did not stop within stop_timeout and were ended")
+        self._inbox.post(lambda: self._break(error))
+        self._group.end(deadline)
 
     def _end_calls_stopped(self) -> None:
         background = self._background
@@ -461,27 +484,6 @@ class MPExecutor(Executor):
         self._calls.end_all(stopped_error, but=background)
         if background is not None and not background.done:
             background.finish(None)
-
-    def _ask_to_stop(self, deadline: Deadline) -> None:
-        with self._changed:
-            self._stopped_ranks.clear()
-        asked = {rank for rank in self._all_ranks if self._group.tell(rank, ("stop", self._calls.last_id))}
-        with self._changed:
-            done = self._changed.wait_for(
-                lambda: self._state is State.BROKEN or asked <= self._stopped_ranks, deadline.share(0.4).remaining()
-            )
-        if done and len(asked) == self.world_size:
-            with self._state_lock:
-                if self._state in (State.READY, State.RUNNING):
-                    self._enter(State.STOPPED)
-            return
-        if self._state is State.BROKEN:
-            return
-        stuck = sorted(set(self._all_ranks) - self._stopped_ranks)
-        logger.warning("ranks %s do not stop: %s", stuck, self._states_text())
-        error = ExecutorStoppedError(f"ranks {stuck} did not stop within stop_timeout and were ended")
-        self._inbox.post(lambda: self._break(error))
-        self._group.end(deadline)
 
     def _release_ranks(self) -> None:
         with self._state_lock:

@@ -11,9 +11,10 @@ from typing import Any
 class OutputWait:
     """Somebody who waits for one output, or for room to send one more input. Fits `Inbox.wait_async`."""
 
-    __slots__ = ("_changed", "done", "error", "value", "waited")
+    __slots__ = ("_changed", "done", "error", "is_sender", "value", "waited")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_sender: bool) -> None:
+        self.is_sender = is_sender
         self.done = False
         self.waited = False
         self.value: Any = None
@@ -98,7 +99,7 @@ class Outputs:
 
     def take(self) -> OutputWait:
         """Ask for the next output."""
-        wait = OutputWait()
+        wait = OutputWait(is_sender=False)
         with self._lock:
             if self._ready:
                 wait.value, wait.done = self._ready.popleft(), True
@@ -112,7 +113,7 @@ class Outputs:
 
     def make_room(self) -> OutputWait:
         """Ask to send one more input."""
-        wait = OutputWait()
+        wait = OutputWait(is_sender=True)
         with self._lock:
             if self._error is not None:
                 wait.error, wait.done = self._error, True
@@ -124,12 +125,22 @@ class Outputs:
         return wait
 
     def withdraw(self, wait: OutputWait) -> None:
-        """Somebody stopped waiting. An output that had been handed to it already goes back to the front."""
+        """Somebody stopped waiting. What had been handed over already goes to the next: the output, or the room."""
         with self._lock:
             for waiting in (self._takers, self._senders):
                 if wait in waiting:
                     waiting.remove(wait)
                     return
-            if wait.done and wait.error is None and wait.value is not None:
+        if not wait.done or wait.error is not None:
+            return
+        if wait.is_sender:
+            self._taken()
+            return
+        with self._lock:
+            self._in_flight += 1
+            taker = self._next(self._takers)
+            if taker is None:
                 self._ready.appendleft(wait.value)
-                self._in_flight += 1
+        if taker is not None:
+            taker.finish(wait.value, None)
+            self._taken()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -54,3 +55,33 @@ async def in_thread(work: Callable[[], T], *, name: str, abandoned: Callable[[T]
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return await done
+
+
+class CallbackThread:
+    """Runs callbacks of users apart from the threads that must not wait; made on first use, ended by `close`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wake(self, work: Callable[[], None]) -> None:
+        """Run `work` soon; one after another."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpexec-callbacks", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except Exception:
+                logger.exception("a callback failed")
+
+    def close(self) -> None:
+        """End the thread after the work it has; may be called on the thread itself."""
+        thread = self._thread
+        if thread is not None:
+            self._queue.put(None)
+            if thread is not threading.current_thread():
+                thread.join(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import sys
 import threading
@@ -55,6 +56,7 @@ class UniExecutor(Executor):
         self._dispatcher: Dispatcher | None = None
         self._own_loop = asyncio.SelectorEventLoop()
         self._drop_until = 0
+        self._worker_stopping: concurrent.futures.Future[None] | None = None
         self._current: tuple[Call, int] | None = None
         self._thread = threading.Thread(target=self._run_loop, name="mpexec-uni", daemon=True)
         self._thread.start()
@@ -90,7 +92,7 @@ class UniExecutor(Executor):
                 )
                 worker.build_model()
                 self._worker = worker
-                self._dispatcher = Dispatcher(worker, self._report)
+                self._dispatcher = Dispatcher(worker, self._report, exits_pass=False)
             except BaseException as error:
                 failure.append(error)
             finally:
@@ -135,8 +137,6 @@ class UniExecutor(Executor):
         self._current = (call, time.monotonic_ns())
         try:
             self._dispatcher.run(call)
-        except (SystemExit, KeyboardInterrupt) as leaving:
-            self._report(call, None, leaving)
         finally:
             self._current = None
 
@@ -150,7 +150,7 @@ class UniExecutor(Executor):
         else:
             failure = Failure.of(error, call_id=call.call_id, rank=0, method=call.name, dumps=_never_pickled)
             with self._lock:
-                pending.fail(0, _as_failure(error, failure), consequence=failure.lost_peer, at_ns=failure.at_ns)
+                pending.fail(0, _as_failure(error, failure), at_ns=failure.at_ns)  # no peers: never a consequence
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -278,13 +278,29 @@ class UniExecutor(Executor):
         self._enter(State.STOPPED)
         self._drop_until = self._calls.last_id
         self._calls.end_all(lambda pending: stopped_by_error(pending, error))
-        asyncio.run_coroutine_threadsafe(self._stop_worker(), self._own_loop)
+        self._ask_to_stop()
 
     async def _stop_worker(self) -> None:
         assert self._worker is not None
         assert self._dispatcher is not None
         await self._worker.stop_async()
+        await self._dispatcher.await_method("wait_tasks", 1.0)
         await self._dispatcher.cancel_all()
+
+    def _ask_to_stop(self) -> concurrent.futures.Future[None]:
+        stopping = asyncio.run_coroutine_threadsafe(self._stop_worker(), self._own_loop)
+        self._worker_stopping = stopping
+
+        def over(_: object) -> None:
+            with self._changed:
+                self._changed.notify_all()
+
+        stopping.add_done_callback(over)
+        return stopping
+
+    def _unstopped_ranks(self) -> bool:
+        stopping = self._worker_stopping
+        return stopping is not None and not stopping.done()
 
     # -- outputs ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +309,11 @@ class UniExecutor(Executor):
         self._check_alive()
         room = self._outputs.make_room()
         await self._take(room)
-        pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
+        try:
+            pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
+        except BaseException:
+            self._outputs.withdraw(room)
+            raise
         pending.on_done(self._on_notified)
 
     async def get_output_async(self) -> Any:
@@ -333,28 +353,24 @@ class UniExecutor(Executor):
             self._background_failed(earlier.error)
 
     def _stop_ranks(self) -> None:
-        with self._state_lock:
-            if self._state not in (State.READY, State.RUNNING, State.STOPPED) or self._stopping:
-                return
-            self._stopping = True
+        self._end_calls()
+        self._drop_until = self._calls.last_id
+        stopping = self._ask_to_stop()
+        if threading.current_thread() is self._thread:  # a method of the agent stops its own executor
+            stopping.add_done_callback(lambda _: self._enter_stopped())
+            return
         try:
-            self._end_calls()
-            self._drop_until = self._calls.last_id
-            stopped = asyncio.run_coroutine_threadsafe(self._stop_worker(), self._own_loop)
-            if threading.current_thread() is self._thread:
-                return
-            try:
-                stopped.result(self.spec.stop_timeout * 0.5)
-            except TimeoutError:
-                stopped.cancel()
-                error = RPCTimeoutError(f"the worker thread did not stop\n{self._stack()}", missing_ranks=(0,))
-                self._break(error, PendingCall(0, "stop", (), (), Deadline(None), None))
-                return
-            with self._state_lock:
-                if self._state in (State.READY, State.RUNNING):
-                    self._enter(State.STOPPED)
-        finally:
-            self._stopping = False
+            stopping.result(self.spec.stop_timeout * 0.5)
+        except TimeoutError:
+            error = RPCTimeoutError(f"the worker thread did not stop\n{self._stack()}", missing_ranks=(0,))
+            self._break(error, PendingCall(0, "stop", (), (), Deadline(None), None))
+            return
+        self._enter_stopped()
+
+    def _enter_stopped(self) -> None:
+        with self._state_lock:
+            if self._state in (State.READY, State.RUNNING):
+                self._enter(State.STOPPED)
 
     def _end_calls(self) -> None:
         with self._lock:
@@ -369,7 +385,7 @@ class UniExecutor(Executor):
 
     def _release_ranks(self) -> None:
         if self._state in (State.READY, State.RUNNING):
-            self._stop_ranks()
+            self._stop_once()
         with self._state_lock:
             if self._state is State.RELEASED:
                 return
@@ -381,7 +397,7 @@ class UniExecutor(Executor):
             asyncio.run_coroutine_threadsafe(self._leave(), self._own_loop)
         if threading.current_thread() is not self._thread:
             self._thread.join(0.1 if broken else self.spec.stop_timeout * 0.5)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             logger.warning("thread left behind in a call that does not end: %s", self._thread.name)
 
     async def _leave(self) -> None:

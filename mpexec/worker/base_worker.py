@@ -81,8 +81,8 @@ class BaseWorker(TaskOwner):
         return frozenset(
             name
             for owner in (self, self.agent)
-            for name in dir(type(owner)) + list(vars(owner) if owner is not None else ())
-            if not name.startswith("_") and callable(inspect.getattr_static(owner, name, None) or getattr(owner, name))
+            for name in {*dir(type(owner)), *vars(owner)}
+            if not name.startswith("_") and _is_method(inspect.getattr_static(owner, name, None))
         )
 
     def set_forward_inputs(self, inputs: Any) -> None:
@@ -111,3 +111,8 @@ class BaseWorker(TaskOwner):
         agent, self.agent = self.agent, None
         if agent is not None:
             agent.release()
+
+
+def _is_method(found: object) -> bool:
+    """True for what can be called by name; properties are not evaluated to find out."""
+    return callable(found) or isinstance(found, classmethod | staticmethod)

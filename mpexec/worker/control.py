@@ -33,8 +33,9 @@ class Loopish(Protocol):
 class ControlThread:
     """Serves the control lane in a daemon thread.
 
-    Messages of the driver: ("stop", last call id), ("exit", seconds), ("ping", token). Answers: ("stopped",),
-    ("pong", token, facts). The end of the lane, or of the driver's process, ends this rank and its process group.
+    Messages of the driver: ("stop", token, last call id), ("exit", seconds), ("ping", token). Answers:
+    ("stopped", token, error text or None), ("pong", token, facts). The end of the lane, or of the driver's process, ends
+    this rank and its process group.
 
     Args:
         lane: The control lane.
@@ -96,8 +97,8 @@ class ControlThread:
         if kind == "ping":
             self._lane.send(("pong", rest[0], self._server.describe()))
         elif kind == "stop":
-            self._server.drop_until = rest[0]
-            self._on_loop(self._post_stop)
+            token, self._server.drop_until = rest
+            self._on_loop(lambda: self._hold(self._stop(token), "stop"))
         elif kind == "exit":
             self.exit_asked = True
             self._on_loop(self._post_exit)
@@ -110,21 +111,18 @@ class ControlThread:
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(callback)
 
-    def _post_stop(self) -> None:
-        self._hold(self._stop(), "stop")
-
     def _hold(self, work: Any, name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"control.{name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _stop(self) -> None:
+    async def _stop(self, token: int) -> None:
         error: str | None = None
         try:
             await self._server.stop()
         except Exception as failed:  # the agent's own clean-up; the driver logs it and goes on
             error = f"{type(failed).__name__}: {failed}"
-        self._lane.send(("stopped", error))
+        self._lane.send(("stopped", token, error))
 
     def _post_exit(self) -> None:
         asyncio.get_running_loop().stop()

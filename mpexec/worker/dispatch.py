@@ -23,19 +23,23 @@ class Dispatcher:
     Args:
         worker: The worker.
         report: Called once a call as `report(call, value, error)`, on the loop's thread, except for cancelled calls
-            and for `SystemExit` and `KeyboardInterrupt`, which pass through.
+            and, with `exits_pass`, for `SystemExit` and `KeyboardInterrupt`.
+        exits_pass: `SystemExit` and `KeyboardInterrupt` end this process; otherwise they are failures of their call.
     """
 
-    def __init__(self, worker: BaseWorker, report: Report) -> None:
+    def __init__(self, worker: BaseWorker, report: Report, *, exits_pass: bool) -> None:
         self._worker = worker
         self._report = report
-        self._running: dict[int, AnyTask] = {}
+        self._passing: tuple[type[BaseException], ...] = (SystemExit, KeyboardInterrupt) if exits_pass else ()
+        self._running: dict[int, tuple[Call, AnyTask]] = {}
 
     def run(self, call: Call) -> None:
         """Run a sync method to its end, or start a coroutine; in the order in which this is called."""
         try:
             result = self._invoke(call)
-        except Exception as error:
+        except self._passing:
+            raise
+        except BaseException as error:  # also what is no Exception: every call is answered
             self._report(call, None, error)
             return
         if inspect.iscoroutine(result):
@@ -50,7 +54,7 @@ class Dispatcher:
 
     def _start(self, call: Call, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"call {call.call_id} {call.name}")
-        self._running[call.call_id] = task
+        self._running[call.call_id] = (call, task)
         task.add_done_callback(lambda done: self._ended(call, done))
 
     def _ended(self, call: Call, task: AnyTask) -> None:
@@ -61,18 +65,25 @@ class Dispatcher:
                 self._report(call, None, cancelled)
             return
         error = task.exception()
-        if abandoned or isinstance(error, SystemExit | KeyboardInterrupt):
+        if abandoned or isinstance(error, self._passing):
             return
         self._report(call, None if error is not None else task.result(), error)
 
     def cancel(self, call_id: int) -> None:
         """Cancel the coroutine of an abandoned call; nothing more is reported of it. Unknown ids are ignored."""
-        task = self._running.pop(call_id, None)
-        if task is not None:
-            task.cancel()
+        running = self._running.pop(call_id, None)
+        if running is not None:
+            running[1].cancel()
+
+    async def await_method(self, method: str, seconds: float) -> None:
+        """Wait until the running coroutines of one method have returned and been reported, `seconds` at most."""
+        tasks = [task for call, task in self._running.values() if call.method == method]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+            await asyncio.sleep(0)  # the report is a callback of the task, one turn later
 
     async def cancel_all(self) -> None:
         """Cancel every running coroutine and wait until they are gone; nothing more is reported of them."""
-        tasks = list(self._running.values())
+        tasks = [task for _, task in self._running.values()]
         self._running.clear()
         await cancel_async_tasks(tasks, timeout=2.0)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Any
 
-from mpexec.errors import MpexecError
+from mpexec.errors import MpexecError, SerializationError
 from mpexec.messages import Call, Failure
 from mpexec.transport import linux
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver, Sender
@@ -53,7 +53,7 @@ class RankServer:
     def serve(self, worker: BaseWorker) -> None:
         """Begin to answer for `worker`; on the thread that will run the loop."""
         self.worker = worker
-        self._dispatcher = Dispatcher(worker, self._report)
+        self._dispatcher = Dispatcher(worker, self._report, exits_pass=True)
 
     def has_news(self) -> bool:
         """True if `on_doorbell` has something to do."""
@@ -130,6 +130,8 @@ class RankServer:
             try:
                 parcel = self._replies.pack(encode(value, what), (0,))
             except MpexecError as failed:
+                if isinstance(failed, SerializationError):
+                    failed.rank = self._rank
                 self._fail(call.call_id, call.name, failed)
             else:
                 self._send(DONE, call.call_id, parcel)
@@ -175,8 +177,8 @@ class RankServer:
         """Cancel the coroutines of calls and the worker's background tasks, and wait until they are gone."""
         assert self._dispatcher is not None
         assert self.worker is not None
-        await self.worker.stop_async()  # first, so that the call that waits for its tasks returns
-        await asyncio.sleep(0)
+        await self.worker.stop_async()
+        await self._dispatcher.await_method("wait_tasks", 1.0)  # it returns now that its tasks have ended
         await self._dispatcher.cancel_all()
 
     def describe(self) -> dict[str, Any]:

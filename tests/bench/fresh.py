@@ -20,6 +20,11 @@ class BenchError(Exception):
     """A benchmark could not be carried out; which is not the same as a slow result."""
 
 
+def environment() -> dict[str, str]:
+    """This process's environment, in which bytecode is kept as usual: mpexec would be compiled anew for every rank."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def call(function: Callable[..., Any], *, timeout: float = 120.0, **arguments: Any) -> Any:
     """Run a module-level function of this package in a fresh interpreter. Blocks; returns what it returned, by JSON.
 
@@ -31,7 +36,7 @@ def call(function: Callable[..., Any], *, timeout: float = 120.0, **arguments: A
     name = f"{function.__qualname__}({arguments})"
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        process_group=0, env=environment(),
     )  # fmt: skip
     try:
         out, err = process.communicate(timeout=timeout)

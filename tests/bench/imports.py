@@ -19,6 +19,7 @@ def run(settings: Settings) -> list[Row]:
     settings.say("imports")
     rows = []
     for statement in STATEMENTS:
+        _seconds_of(statement)  # so that the bytecode is there
         seconds = [_seconds_of(statement) for _ in range(settings.repeats)]
         rows.append(Row(statement, seconds, "s", bar=BAR, kind="value"))
     loaded = fresh.call(drive_running)
@@ -31,7 +32,14 @@ def run(settings: Settings) -> list[Row]:
 
 def _seconds_of(statement: str) -> float:
     code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=fresh.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=fresh.ROOT,
+        env=fresh.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise fresh.BenchError(f"{statement!r} failed:\n{done.stderr}")
     return float(done.stdout)

@@ -147,7 +147,8 @@ def test_text_is_streamed_into_a_pipe_while_it_is_generated() -> None:
         assert process.poll() is None
         text = first
         while len(text) < 200:
-            text += os.read(process.stdout.fileno(), 4096)
+            text += (piece := os.read(process.stdout.fileno(), 4096))
+            assert piece
         assert process.poll() is None
 
 

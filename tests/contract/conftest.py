@@ -1,0 +1,132 @@
+"""Every contract test runs once for each kind of executor; a module shares one executor where its tests leave it usable."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.agents import Agent
+from mpexec import Executor, MPExecutor, UniExecutor
+from mpexec.executor.base import State
+
+KINDS = ("uni", "mp")
+PATIENCE = 20.0  # seconds after which an event that a test waits for counts as lost
+
+
+def build(kind: str, agent: Any = Agent, **options: Any) -> Executor:
+    """An executor of a kind: two spawned ranks for "mp", and no process group, which makes it quick."""
+    options = {"device": "cpu", "init_process_group": False, "init_timeout": 60.0, **options}
+    if kind == "uni":
+        return UniExecutor(agent, **{**options, "world_size": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return MPExecutor(agent, **{"world_size": 2, "start_method": "spawn", **options})
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The kind of executor."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def shared(kind: str, request: pytest.FixtureRequest) -> Iterator[list[Executor]]:
+    """The module's executor of its `AGENT`; a second one follows where a failing test has left the first unusable."""
+    made = [build(kind, getattr(request.module, "AGENT", Agent))]
+    yield made
+    for executor in made:
+        executor.release()
+
+
+@pytest.fixture
+def executor(shared: list[Executor], kind: str, request: pytest.FixtureRequest) -> Executor:
+    """The module's executor, started, its log empty."""
+    if shared[-1].state not in (State.READY, State.RUNNING, State.STOPPED):
+        shared[-1].release()
+        shared.append(build(kind, getattr(request.module, "AGENT", Agent)))
+    executor = shared[-1]
+    executor.start()
+    executor.collective_rpc("take_log")
+    return executor
+
+
+@pytest.fixture
+def fresh(kind: str) -> Iterator[Callable[..., Executor]]:
+    """Makes executors of one test's own, which may break or release them. Ranks come from the fork server."""
+    made: list[Executor] = []
+
+    def make(agent: Any = Agent, **options: Any) -> Executor:
+        executor = build(kind, agent, **{"start_method": "forkserver", **options})
+        made.append(executor)
+        return executor
+
+    yield make
+    for executor in made:
+        executor.release()
+
+
+@pytest.fixture
+def go(tmp_path: Path) -> Iterator[Path]:
+    """A file that ends `wait_for_file` once it exists; whatever the test does, it exists in the end."""
+    path = tmp_path / "go"
+    yield path
+    path.touch()
+
+
+def last_rank(executor: Executor) -> int:
+    """The highest rank."""
+    return executor.world_size - 1
+
+
+class InThread:
+    """A call in a thread of its own; `result` gives its value or raises its error, and never waits for ever."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.done = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+        self.done.set()
+
+    def result(self, timeout: float = PATIENCE) -> Any:
+        """Its outcome."""
+        assert self.done.wait(timeout), "the call does not end"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def until(condition: Callable[[], Any], what: str = "") -> None:
+    """Wait for a state that nothing announces, seen from outside."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"never came: {what or condition}"
+        time.sleep(0.001)
+
+
+async def until_async(condition: Callable[[], Any], what: str = "") -> None:
+    """As `until`, letting the loop turn."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"never came: {what or condition}"
+        await asyncio.sleep(0.001)
+
+
+async def in_time(work: Any, timeout: float = PATIENCE) -> Any:
+    """Await with a bound, so that a test fails instead of hanging."""
+    async with asyncio.timeout(timeout):
+        return await work

@@ -1,0 +1,436 @@
+"""Engine: whole answers and how they end, over real executors and, where it matters, the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import psutil
+import pytest
+from engine_agents import BrokenOnPurposeError, CountingAgent
+
+from mpexec import Engine, EngineConfig, SamplingParams, UniExecutor
+from mpexec.engine.engine import GenerationOutput, ModelPlan
+from mpexec.engine.request import Generation, RequestType, ResponseType
+from mpexec.errors import (
+    ConfigError,
+    EngineStoppedError,
+    QueueFullError,
+    RemoteTraceback,
+    StartupError,
+    WorkerDiedError,
+    WrongStateError,
+)
+
+MakeEngine = Callable[..., Engine]
+
+
+def within(seconds: float) -> float:
+    """The seconds of the contract; three times that when the machine has more to do than cores."""
+    return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
+
+
+@pytest.fixture
+def uni() -> Iterator[MakeEngine]:
+    """Makes an engine over one counting rank in this process."""
+    made: list[Engine] = []
+
+    def make(**limits: Any) -> Engine:
+        config = EngineConfig(**limits)
+        made.append(Engine(UniExecutor(CountingAgent), ModelPlan.read(None, 1, config), config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.release()
+
+
+@pytest.fixture
+def mp(make_executor: Callable[..., Any]) -> MakeEngine:
+    """Makes an engine over two counting ranks, each a process."""
+
+    def make(**limits: Any) -> Engine:
+        config = EngineConfig(**limits)
+        return Engine(make_executor(CountingAgent, stop_timeout=2.0), ModelPlan.read(None, 2, config), config)
+
+    return make
+
+
+@pytest.fixture(params=["uni", "mp"])
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    made: MakeEngine = request.getfixturevalue(request.param)
+    return made
+
+
+def many(new: int = 500, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new, **{"ignore_eos": True, **fields})
+
+
+async def collect(engine: Engine, prompt: Any, params: SamplingParams | None = None) -> list[GenerationOutput]:
+    return [output async for output in engine.generate(prompt, params)]
+
+
+def ids(outputs: list[GenerationOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def count_of(values: AsyncIterator[Any]) -> int:
+    return sum([1 async for _ in values])
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+async def test_many_prompts_share_the_slots_and_each_gets_its_own_answer(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_slots=3)
+    async with engine:
+        answers = await asyncio.gather(*(collect(engine, [100 * n], many(10 + n)) for n in range(1, 9)))
+        for n, outputs in enumerate(answers, 1):
+            assert ids(outputs) == list(range(100 * n + 1, 100 * n + 11 + n))
+            assert [output.finish_reason for output in outputs[:-1]] == [None] * (len(outputs) - 1)
+            assert outputs[-1].finish_reason == "length"
+            assert {output.prompt_token_ids for output in outputs} == {(100 * n,)}
+        metrics = engine.metrics()
+        assert (metrics.requests, metrics.finished, metrics.running, metrics.waiting) == (8, 8, 0, 0)
+        assert metrics.generated_tokens == sum(10 + n for n in range(1, 9))
+        assert metrics.tokens_per_second > 0
+
+
+async def test_the_pieces_together_are_the_decoded_answer(uni: MakeEngine) -> None:
+    engine = uni()
+    assert engine.plan.tokenizer is not None
+    async with engine:
+        outputs = await collect(engine, [1], many(900))
+    text = "".join(output.text for output in outputs)
+    assert text == engine.plan.tokenizer.decode(ids(outputs))
+    assert len(ids(outputs)) == 900
+
+
+async def test_a_token_that_ends_the_text_stops_it_unless_it_is_ignored(uni: MakeEngine) -> None:
+    engine = uni()
+    eos = engine.plan.facts.eos_token_ids[0]
+    start = (eos - 3) % 2048
+    async with engine:
+        outputs = await collect(engine, [start], SamplingParams(max_new_tokens=10))
+        assert (ids(outputs)[-1], len(ids(outputs)), outputs[-1].finish_reason) == (eos, 3, "stop")
+        outputs = await collect(engine, [start], SamplingParams(max_new_tokens=10, ignore_eos=True))
+        assert (len(ids(outputs)), outputs[-1].finish_reason) == (10, "length")
+
+
+async def test_the_context_limit_ends_an_answer_with_reason_length(uni: MakeEngine) -> None:
+    engine = uni(max_length=20)
+    async with engine:
+        outputs = await collect(engine, list(range(5)), many())
+        assert (len(ids(outputs)), outputs[-1].finish_reason) == (15, "length")
+        with pytest.raises(ConfigError, match="20 tokens"):
+            engine.generate(list(range(20)))
+
+
+@pytest.mark.parametrize("prompt", ["", [], [2048], [-1], ["a"], [True, 1.0], "a" * 20_000, "\udcff"])
+async def test_a_prompt_that_cannot_run_is_refused_at_the_call_and_others_go_on(uni: MakeEngine, prompt: Any) -> None:
+    engine = uni()
+    async with engine:
+        with pytest.raises(ConfigError):
+            engine.generate(prompt)
+        assert ids(await collect(engine, [5], many(2))) == [6, 7]
+
+
+async def test_one_request_too_many_is_refused_and_the_others_go_on(uni: MakeEngine) -> None:
+    engine = uni(max_slots=1, max_queue=1)
+    async with engine:
+        outcomes = await asyncio.gather(*(collect(engine, [n], many(300)) for n in range(4)), return_exceptions=True)
+        refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
+        answered = [outcome for outcome in outcomes if isinstance(outcome, list)]
+        assert (len(refused), len(answered)) == (2, 2)
+        assert engine.metrics().refused == 2
+
+
+async def test_leaving_closing_and_cancelling_free_the_slot(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_slots=1)
+    async with engine:
+        async for _ in engine.generate([1], many()):
+            break
+        async with aclosing(engine.generate([1], many())) as outputs:
+            await anext(outputs)
+        task = asyncio.create_task(collect(engine, [1], many(1000)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.wait({task})
+        assert ids(await collect(engine, [5], many(3))) == [6, 7, 8]
+        metrics = engine.metrics()
+        assert (metrics.running, metrics.waiting, engine.requests.pending) == (0, 0, 0)
+
+
+async def test_a_slow_reader_holds_back_nobody_and_gets_everything(uni: MakeEngine) -> None:  # F133
+    engine = uni(max_slots=4)
+    async with engine:
+        slow = engine.generate([0], many(800))
+        first = await anext(slow)
+        await asyncio.gather(*(collect(engine, [n], many(800)) for n in range(3)))
+        rest = [output async for output in slow]
+        assert ids([first, *rest]) == [n % 2048 for n in range(1, 801)]
+        assert len(rest) < 100
+
+
+# -- lifecycle -----------------------------------------------------------------------------------------------------
+
+
+async def test_health_follows_the_lifecycle(uni: MakeEngine) -> None:
+    engine = uni()
+    assert (engine.health().ok, engine.health().state) == (False, "new")
+    with pytest.raises(WrongStateError):
+        await collect(engine, [1])
+    async with engine:
+        assert engine.health().ok
+    assert (engine.health().ok, engine.health().state, engine.health().reason) == (False, "stopped", None)
+
+
+async def test_requests_after_a_plain_stop_get_an_error_without_cause(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    await engine.start_async()
+    waiter = asyncio.create_task(engine.wait_tasks())
+    outputs = engine.generate([1], many(1000))
+    await anext(outputs)
+    await engine.stop_async()
+    await waiter
+    with pytest.raises(EngineStoppedError) as caught:
+        await count_of(outputs)
+    assert caught.value.__cause__ is None
+    with pytest.raises(EngineStoppedError) as caught:
+        await collect(engine, [1])
+    assert caught.value.__cause__ is None
+    await engine.release_async()
+
+
+def test_a_stopped_engine_starts_again_on_another_loop(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+
+    async def serve(first: int) -> list[int]:
+        await engine.start_async()
+        unfinished = engine.generate([first], many(1000))
+        await anext(unfinished)
+        answer = ids(await collect(engine, [first], many(3)))
+        await engine.stop_async()
+        await unfinished.aclose()
+        return answer
+
+    for first in (10, 20, 30):
+        assert asyncio.run(serve(first)) == [first + 1, first + 2, first + 3]
+    engine.release()
+
+
+def test_stop_from_another_thread_blocks_until_it_is_done(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    serving = threading.Event()
+
+    async def serve() -> None:
+        await engine.start_async()
+        serving.set()
+        with pytest.raises(EngineStoppedError):
+            while True:
+                await collect(engine, [1], many(100))
+        await engine.wait_tasks()
+        await engine.release_async()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    serving.wait(30)
+    engine.stop()
+    assert not engine.running
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+async def test_stop_on_the_engines_own_thread_is_a_request_that_wait_tasks_sees(uni: MakeEngine) -> None:
+    engine = uni()
+    async with engine:
+        waiter = asyncio.create_task(engine.wait_tasks())
+        await asyncio.sleep(0)
+        engine.stop()
+        await waiter
+        with pytest.raises(EngineStoppedError):
+            await collect(engine, [1])
+
+
+def test_leaving_the_loop_without_stop_ends_the_engine_and_says_so(mp: MakeEngine) -> None:  # F128
+    engine = mp()
+
+    async def first() -> None:
+        await engine.start_async()
+        await collect(engine, [1], many(2))
+
+    async def second() -> None:
+        with pytest.raises(EngineStoppedError):
+            await collect(engine, [1])
+
+    asyncio.run(first())
+    asyncio.run(second())
+    engine.release()
+
+
+async def test_a_request_on_another_loop_is_refused(uni: MakeEngine) -> None:  # F116
+    engine = uni()
+    async with engine:
+
+        def elsewhere() -> None:
+            with pytest.raises(WrongStateError, match="loop"):
+                asyncio.run(collect(engine, [1], many(2)))
+
+        await asyncio.to_thread(elsewhere)
+
+
+async def test_run_serves_until_stop(uni: MakeEngine) -> None:
+    engine = uni()
+    runner = asyncio.create_task(engine.run())
+    while not engine.health().ok:  # noqa: ASYNC110 - `run` has no other sign of being ready
+        await asyncio.sleep(0.005)
+    assert ids(await collect(engine, [5], many(2))) == [6, 7]
+    engine.stop()
+    await runner
+    assert not engine.running
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manner", ["raise", "raise while the peer waits"])
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_an_error_on_a_rank_reaches_wait_tasks_and_every_request_as_itself(
+    mp: MakeEngine, rank: int, manner: str
+) -> None:
+    engine = mp(max_slots=2)
+    await engine.start_async()
+    waiter = asyncio.create_task(engine.wait_tasks())
+    await engine.executor.collective_rpc_async("break_at", args=(150, rank, manner))
+    running = [asyncio.create_task(collect(engine, [first], many())) for first in (100, 1000)]
+    waiting = engine.requests.post_request(RequestType.GENERATE, Generation((1,), many()))
+    since = time.monotonic()
+    outcomes = await asyncio.gather(*running, return_exceptions=True)
+    response = await waiting.receive_async()
+    assert time.monotonic() - since < within(2.0)
+
+    with pytest.raises(BrokenOnPurposeError) as caught:
+        await waiter
+    root = caught.value
+    assert isinstance(root.__cause__, RemoteTraceback)
+    assert "in forward" in str(root.__cause__)
+    assert any(f"rank {rank} " in note for note in root.__notes__)
+    for outcome in outcomes:
+        assert isinstance(outcome, EngineStoppedError)
+        assert outcome.__cause__ is root
+    assert response.type is ResponseType.ENGINE_STOP_ERROR
+    assert response.error is root
+    with pytest.raises(EngineStoppedError) as later:
+        await collect(engine, [1])
+    assert later.value.__cause__ is root
+    assert engine.health().reason is root
+    assert not any(psutil.pid_exists(pid) for pid in engine.executor.pids)
+    await engine.stop_async()
+    await engine.release_async()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", ["idle", "decode", "inside a step"])
+async def test_a_killed_rank_is_named_to_every_request_and_to_wait_tasks(
+    mp: MakeEngine, rank: int, moment: str
+) -> None:
+    engine = mp()
+    await engine.start_async()
+    pids = engine.executor.pids
+    if moment == "inside a step":
+        await engine.executor.collective_rpc_async("break_at", args=(150, rank, "kill"))
+    outputs = engine.generate([100], many(1000))
+    if moment != "idle":
+        await anext(outputs)
+    since = time.monotonic()
+    if moment != "inside a step":
+        os.kill(pids[rank], signal.SIGKILL)
+    with pytest.raises(WorkerDiedError) as caught:
+        await engine.wait_tasks()
+    with pytest.raises(EngineStoppedError) as stopped:
+        await count_of(outputs)
+    assert stopped.value.__cause__ is caught.value
+    assert (caught.value.rank, caught.value.pid, caught.value.signal_name) == (rank, pids[rank], "SIGKILL")
+    assert time.monotonic() - since < within(2.0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    await engine.stop_async()
+    await engine.release_async()
+
+
+async def test_the_block_raises_the_root_cause_at_its_end_if_it_did_not_raise_itself(uni: MakeEngine) -> None:
+    engine = uni()
+    with pytest.raises(BrokenOnPurposeError):
+        async with engine:
+            await engine.executor.collective_rpc_async("break_at", args=(3, 0, "raise"))
+            with pytest.raises(EngineStoppedError):
+                await collect(engine, [1], many())
+            with pytest.raises(BrokenOnPurposeError):
+                await engine.wait_tasks()
+
+
+async def test_cancelling_generate_at_any_moment_frees_everything(mp: MakeEngine) -> None:  # F130
+    engine = mp(max_slots=2)
+    async with engine:
+        for turns in range(50):
+            task = asyncio.create_task(collect(engine, [1], many(20)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait({task})
+        assert ids(await collect(engine, [5], many(1))) == [6]
+        metrics = engine.metrics()
+        assert (metrics.running, metrics.waiting, engine.requests.pending) == (0, 0, 0)
+
+
+# -- the real model --------------------------------------------------------------------------------------------------
+
+
+PROMPTS = ["In the beginning", "And it came to pass", "The LORD", "Blessed are they that"]
+
+
+async def test_the_bundled_model_gives_the_same_tokens_on_one_rank_and_on_two_alone_and_in_a_batch() -> None:
+    params = many(16)
+    one = await Engine.from_pretrained_async()
+    async with one:
+        assert isinstance(one.executor, UniExecutor)
+        batched = await asyncio.gather(*(collect(one, prompt, params) for prompt in PROMPTS))
+        alone = [await collect(one, prompt, params) for prompt in PROMPTS]
+    two = await Engine.from_pretrained_async(tp=2, start_method="forkserver")
+    async with two:
+        split = await asyncio.gather(*(collect(two, prompt, params) for prompt in PROMPTS))
+    answers = [[ids(outputs) for outputs in run] for run in (batched, alone, split)]
+    assert answers[0] == answers[1] == answers[2]
+    assert all(len(answer) == 16 for answer in answers[0])
+
+
+def test_what_cannot_work_is_refused_before_any_rank_starts(tmp_path: Any) -> None:
+    for arguments, words in (
+        ({"path": tmp_path / "missing"}, "missing"),
+        ({"tp": 3}, "3 ranks"),
+        ({"tp": 0}, "0"),
+        ({"config": EngineConfig(max_length=5000)}, "5000"),
+        ({"backend": "uni", "tp": 2}, "2"),
+        ({"backend": "teleport"}, "teleport"),
+        ({"start_method": "teleport"}, "teleport"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Engine.from_pretrained(**arguments)
+
+
+def test_a_rank_that_cannot_build_the_model_is_a_start_up_error_with_its_cause(tmp_path: Any) -> None:
+    from mpexec.models import default_model_path
+
+    for file in default_model_path().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = (tmp_path / "config.json").read_text().replace('"model_type": "llama"', '"model_type": "nosuch"')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(StartupError) as caught:
+        Engine.from_pretrained(tmp_path, 2, start_method="forkserver")
+    assert caught.value.__cause__ is not None
+    assert "nosuch" in str(caught.value.__cause__)
