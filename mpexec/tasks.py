@@ -108,6 +108,11 @@ class TaskSet:
         return len(self._tasks)
 
     @property
+    def over(self) -> bool:
+        """True once `cancel` was called and all tasks are gone: the module may be started anew."""
+        return self._cancelling and not self._tasks
+
+    @property
     def failure(self) -> BaseException | None:
         """The first failure, or None."""
         return self._failure
@@ -203,7 +208,8 @@ class TaskOwner:
 
     def start(self) -> None:
         """Start the background tasks on the running loop and return. Calling it while running changes nothing."""
-        if self._tasks is not None:
+        stale = self._loop is not None and self._loop.is_closed()
+        if self._tasks is not None and not self._tasks.over and not stale:
             return
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskSet(type(self).__name__)

@@ -33,6 +33,7 @@ NOISE = re.compile(
 _PYTEST_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION")
 _OURS = re.compile(r"^mpexec")
 _own_marker = ""
+_inherited = b""
 _foreign: set[str] = set()
 
 
@@ -42,7 +43,9 @@ def mark_session() -> Path:
     The marker is an environment variable: it survives double forks and the death of everything in between, which a
     tree of parents and children does not.
     """
-    global _own_marker
+    global _own_marker, _inherited
+    with open("/proc/self/environ", "rb") as file:
+        _inherited = file.read() + b"\0"
     _own_marker = f"{os.getpid()}-{time.monotonic_ns()}"
     os.environ[MARKER] = _own_marker
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what pytest keeps, it keeps where it was
@@ -75,10 +78,10 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
-def marked(marker: str | None = None) -> set[int]:
-    """Processes that were started with this session's marker, or another one, in their environment."""
-    wanted = f"{MARKER}={_own_marker if marker is None else marker}\0".encode()
-    found = set()
+def marked() -> set[int]:
+    """Processes that were started with this session's marker in their environment."""
+    wanted = f"{MARKER}={_own_marker}\0".encode()
+    found: set[int] = set()
     for name in _listdir("/proc"):
         if not name.isdigit() or name in _foreign or int(name) == os.getpid():
             continue
@@ -89,8 +92,7 @@ def marked(marker: str | None = None) -> set[int]:
             continue
         if wanted in environ:
             found.add(int(name))
-        elif environ.strip(b"\0"):
-            # A process between fork and exec shows its parent's variables, so only one with others is foreign for good.
+        elif environ != _inherited:  # a process of ours between fork and exec shows what we were started with
             _foreign.add(name)
     return found
 
@@ -309,8 +311,9 @@ class Snapshot:
             if now.get(name) != self.environment.get(name):
                 found.append(f"os.environ[{name!r}] was {self.environment.get(name)!r} and is {now.get(name)!r}")
         for number, handler in signal_handlers().items():
-            if handler != self.handlers[number]:
-                found.append(f"handler of signal {number} was {self.handlers[number]!r} and is {handler!r}")
+            before = self.handlers[number]
+            if handler != before and getattr(before, "__module__", "") != "pytest_timeout":  # unset when a test fails
+                found.append(f"handler of signal {number} was {before!r} and is {handler!r}")
         return found
 
 

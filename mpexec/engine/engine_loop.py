@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpexec.agent.steps import StepInput, StepOutput
 from mpexec.engine.request import Generation, Request, RequestManager, RequestType, Response, ResponseType
@@ -108,7 +108,7 @@ class EngineLoop(TaskOwner):
             (self._main_loop(), "main_loop"),
             (self._response_loop(), "response_loop"),
         ):
-            task = tasks.start(work, name=name)
+            task = tasks.start(_raising_root_cause(work), name=name)
             # After the set's own callback, so that the failure is known: callers hear of it in this turn of the loop.
             task.add_done_callback(lambda _: self._requests.close(root_cause(tasks.failure)))
             self._own.append(task)
@@ -161,20 +161,15 @@ class EngineLoop(TaskOwner):
             await asyncio.sleep(0)
 
     async def _run_step(self, step: StepInput) -> StepOutput:
-        """Run one step on all ranks; an executor that was lost gives the root cause, not the news of it."""
-        try:
-            await self._executor.forward_async(step)
+        """Run one step on all ranks."""
+        await self._executor.forward_async(step)
+        output = await self._executor.get_output_async()
+        while isinstance(output, StepOutput) and output.step_id < step.step_id:
+            logger.debug("late output dropped: step=%d expected=%d", output.step_id, step.step_id)
             output = await self._executor.get_output_async()
-            while isinstance(output, StepOutput) and output.step_id < step.step_id:
-                logger.debug("late output dropped: step=%d expected=%d", output.step_id, step.step_id)
-                output = await self._executor.get_output_async()
-        except ExecutorBrokenError as error:
-            broken = error
-        else:
-            if not isinstance(output, StepOutput):
-                raise TransportError(f"the agent put out a {type(output).__name__}, expected a StepOutput")
-            return output
-        raise root_cause(broken) or broken
+        if not isinstance(output, StepOutput):
+            raise TransportError(f"the agent put out a {type(output).__name__}, expected a StepOutput")
+        return output
 
     async def _response_loop(self) -> None:
         while True:
@@ -265,6 +260,17 @@ class EngineLoop(TaskOwner):
         finally:
             self._requests.close(None)
             await self._executor.release_async()
+
+
+async def _raising_root_cause(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; where it hears that the executor is broken or stopped, raise what did that."""
+    try:
+        await work
+    except (ExecutorBrokenError, ExecutorStoppedError) as news:
+        cause = root_cause(news) or news
+    else:
+        return
+    raise cause
 
 
 def root_cause(error: BaseException | None) -> BaseException | None:

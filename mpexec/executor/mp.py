@@ -260,13 +260,12 @@ class MPExecutor(Executor):
         if self._state in (State.BROKEN, State.RELEASED):
             return
         self._link.drop_rank(death.rank)
-        method = self._method_in(death.rank)
-
-        def died(pending: PendingCall) -> BaseException:
-            missing = death.rank in pending.missing and pending is not self._background
-            return died_error(death, method or (pending.method if missing else None))
-
-        self._break(died_error(death, method), died)
+        waiting = (p for p in self._calls.in_flight() if death.rank in p.missing and p is not self._background)
+        first = next(waiting, None)
+        method = self._method_in(death.rank) or (first.method if first is not None else None)
+        root = died_error(death, method)
+        # The call that the rank was in gets the root cause itself, the others an error of their own that says the same.
+        self._break(root, lambda pending: root if pending is first else died_error(death, method))
 
     def _method_in(self, rank: int) -> str | None:
         call_id, _, _ = self._link.ranks[rank].progress()
@@ -317,6 +316,7 @@ class MPExecutor(Executor):
 
     def _new_background(self) -> PendingCall:
         pending = PendingCall(0, "wait_tasks", self._all_ranks, (), Deadline.after(None), self.spec.failure_grace)
+        pending.reports = False
         pending.on_failure = self._stop_others
         pending.closer = self._background_over
         return pending

@@ -47,6 +47,7 @@ class PendingCall:
     Attributes:
         done: True once `values` or `error` are final.
         stuck: It ended although some rank had not answered: that rank counts as stuck.
+        reports: Waiting for it long without a timeout is worth a log line.
         timed_out: The deadline has passed; answers that come while stacks are collected change nothing any more.
         bare: The caller named one reply rank as an integer and gets its value without a list.
         closer: Called once, as the first thing when the call is over, in the thread that drains.
@@ -57,7 +58,7 @@ class PendingCall:
     __slots__ = (
         "_failures", "_first_failure_ns", "_grace_ns", "_on_done", "_report_ns", "_step_ns", "_watchers", "bare",
         "call_id", "closer", "deadline", "defer", "done", "error", "gate", "method", "missing", "on_failure", "ranks",
-        "reply_ranks", "stuck", "timed_out", "values", "waited",
+        "reply_ranks", "reports", "stuck", "timed_out", "values", "waited",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +84,7 @@ class PendingCall:
         self.done = False
         self.stuck = False
         self.timed_out = False
+        self.reports = True
         self.gate: threading.Lock | None = None
         self.waited = False
         self.closer: Callable[[PendingCall], None] | None = None
@@ -117,6 +119,8 @@ class PendingCall:
             if self.on_failure is not None:
                 self.on_failure(self)
         if not self.settle(now):
+            if self.gate is not None:  # its thread sleeps until the old expiry, and there is a sooner one now
+                open_gate(self.gate)
             self._changed()
 
     @property
@@ -175,8 +179,11 @@ class PendingCall:
         self.done = True
         if self.closer is not None:
             self.closer(self)
-        for callback in self._on_done or ():
-            self._later(callback)
+        while self._on_done:
+            try:
+                self._later(self._on_done.pop(0))
+            except IndexError:  # `on_done`, in another thread, took its callback back
+                break
         gate = self.gate
         if gate is not None:
             open_gate(gate)
@@ -188,6 +195,10 @@ class PendingCall:
             self._on_done = []
         self._on_done.append(callback)
         if self.done:
+            try:
+                self._on_done.remove(callback)
+            except ValueError:  # `finish`, in another thread, has taken it
+                return
             callback(self)
 
     def _later(self, callback: Callable[[PendingCall], None]) -> None:
@@ -221,7 +232,7 @@ class PendingCall:
                 moments.append(max(self._first_failure_ns + self._grace_ns, self._held_until()))
         if self.deadline.at_ns is not None:
             moments.append(self.deadline.at_ns)
-        elif self.waited:
+        elif self.waited and self.reports:
             if not self._report_ns:
                 self._report_ns = time.monotonic_ns() + self._step_ns
             moments.append(self._report_ns)

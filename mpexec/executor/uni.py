@@ -266,6 +266,7 @@ class UniExecutor(Executor):
 
     def _new_background(self) -> PendingCall:
         pending = PendingCall(0, "wait_tasks", self._all_ranks, (), Deadline.after(None), self.spec.failure_grace)
+        pending.reports = False
         pending.closer = self._background_over
         return pending
 

@@ -18,7 +18,7 @@ _TERM_SHARE = 0.5
 # A deadline that never comes would let a rank that never answers hold its driver.
 _LONGEST_SECONDS = 5.0
 # The kernel needs some time to free a killed process's memory; without it every late caller would see "unkillable".
-_KILL_FLOOR_SECONDS = 1.0
+_KILL_FLOOR_SECONDS = 2.0
 
 
 def end_processes(
@@ -26,7 +26,7 @@ def end_processes(
 ) -> dict[int, str]:
     """End all processes and what is left of their process groups, and reap them. Bounded, whatever they do.
 
-    Waits until `deadline` (five seconds if that is never), and at least one second after SIGKILL. A stopped process
+    Waits until `deadline` (five seconds if that is never), and at least two seconds after SIGKILL. A stopped process
     cannot answer and is killed at once.
     The descriptors stay open; calling it again is harmless.
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,8 @@ from mpexec.transport import linux
 from mpexec.transport.ring import Buffer
 from mpexec.transport.segment import PAGE
 
-_MAX_SLOTS = 8192
+_MAX_SLOTS = 1 << 17  # the table of their marks is sparse: it takes memory only where slots are used
+_LOOKS = 8  # at slots in the order of their use, before another one is made
 _BIG_STEP = 4 << 20
 _IDLE_NS = 60 * 1_000_000_000
 _TRIM_EVERY_NS = 5 * 1_000_000_000
@@ -85,7 +87,7 @@ class PoolWriter:
         self._end = _table_bytes(readers)
         self._words = _table_words(fd, readers)
         self._lock = threading.Lock()
-        self._slots: dict[int, list[_Slot]] = {}
+        self._slots: dict[int, deque[_Slot]] = {}
         self._count = 0
         self._next_mark = 1
         self._trimmed_ns = time.monotonic_ns()
@@ -98,7 +100,7 @@ class PoolWriter:
         """Copy `source` (contiguous bytes) into a free slot that `readers` will give back.
 
         Raises:
-            TransportError: 8192 slots are in use: readers keep views of as many buffers.
+            TransportError: All slots are in use: readers keep views of as many buffers.
         """
         with self._lock:
             slot = self._take(_size_class(source.nbytes))
@@ -116,7 +118,10 @@ class PoolWriter:
         now = time.monotonic_ns()
         if now - self._trimmed_ns > _TRIM_EVERY_NS:
             self._trim(now)
-        for slot in self._slots.get(size, ()):
+        slots = self._slots.setdefault(size, deque())
+        for _ in range(min(_LOOKS, len(slots))):
+            slot = slots[0]
+            slots.rotate(-1)
             if self._is_free(slot):
                 slot.used_ns = now
                 return slot
@@ -127,7 +132,7 @@ class PoolWriter:
         slot = _Slot(self._count, offset, size, linux.Mapping(self.fd.fd, size, offset=offset))
         slot.used_ns = now
         self._count += 1
-        self._slots.setdefault(size, []).append(slot)
+        slots.append(slot)
         return slot
 
     def _trim(self, now: int) -> None:

@@ -34,7 +34,7 @@ class ControlThread:
     """Serves the control lane in a daemon thread.
 
     Messages of the driver: ("stop", token, last call id), ("exit", seconds), ("ping", token). Answers:
-    ("stopped", token, error text or None), ("pong", token, facts). The end of the lane, or of the driver's process, ends
+    ("stopped", token, error text or None), ("pong", token, facts). The end of the lane, or of the driver, ends
     this rank and its process group.
 
     Args:

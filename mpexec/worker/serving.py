@@ -145,6 +145,8 @@ class RankServer:
         try:
             parcel = self._replies.pack(encode(value, "an output"), (0,))
         except MpexecError as error:
+            if isinstance(error, SerializationError):
+                error.rank = self._rank
             failure = Failure.of(error, call_id=0, rank=self._rank, method="forward", dumps=dumps)
             parcel = self._replies.pack(encode(failure, "a failure"), (0,))
         self._send(OUTPUT, 0, parcel)

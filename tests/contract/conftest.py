@@ -36,22 +36,43 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+_shared: list[tuple[str, Any, Executor]] = []  # the module's executor, with what it was built from
+
+
+def warm(executor: Executor) -> Executor:
+    """Let the executor make what it makes on first use, its callback thread for one."""
+    ended = threading.Event()
+    executor.submit_rpc("where").add_done_callback(lambda _: ended.set())
+    assert ended.wait(PATIENCE)
+    return executor
+
+
+def _usable(executor: Executor) -> bool:
+    return executor.state in (State.READY, State.RUNNING, State.STOPPED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Replace an executor that a failing test has left unusable, before the next test is measured for leaks."""
+    for index, (kind, agent, executor) in enumerate(_shared):
+        if not _usable(executor):
+            executor.release()
+            _shared[index] = kind, agent, warm(build(kind, agent))
+
+
 @pytest.fixture(scope="module")
-def shared(kind: str, request: pytest.FixtureRequest) -> Iterator[list[Executor]]:
-    """The module's executor of its `AGENT`; a second one follows where a failing test has left the first unusable."""
-    made = [build(kind, getattr(request.module, "AGENT", Agent))]
-    yield made
-    for executor in made:
-        executor.release()
+def shared(kind: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Holds the module's executor of its `AGENT`."""
+    agent = getattr(request.module, "AGENT", Agent)
+    _shared.append((kind, agent, warm(build(kind, agent))))
+    yield
+    _shared.pop()[2].release()
 
 
 @pytest.fixture
-def executor(shared: list[Executor], kind: str, request: pytest.FixtureRequest) -> Executor:
+def executor(shared: None) -> Executor:
     """The module's executor, started, its log empty."""
-    if shared[-1].state not in (State.READY, State.RUNNING, State.STOPPED):
-        shared[-1].release()
-        shared.append(build(kind, getattr(request.module, "AGENT", Agent)))
-    executor = shared[-1]
+    executor = _shared[-1][2]
     executor.start()
     executor.collective_rpc("take_log")
     return executor

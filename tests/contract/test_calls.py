@@ -232,15 +232,14 @@ def test_a_lost_peer_error_arrives_in_a_future_that_nobody_waits_for(executor: E
 
 def test_cancelling_a_future_abandons_the_call_and_cancels_its_coroutines(executor: Executor) -> None:
     future = executor.submit_rpc("hold", ("b",))
+    executor.collective_rpc("until_noted", (("held", "b"),))
     assert future.cancel()
     executor.collective_rpc("until_noted", (("cancelled", "b"),), timeout=10)
     assert future.cancelled()
     assert executor.describe()["calls_in_flight"] <= 1  # the one that waits for the background tasks
 
 
-def test_a_callback_of_a_future_may_call_the_executor(executor: Executor, kind: str) -> None:
-    if kind == "uni":
-        pytest.skip("its callbacks run on the worker thread, which would wait for itself; it says so")
+def test_a_callback_of_a_future_may_call_the_executor(executor: Executor) -> None:
     got: list[Any] = []
     ended = threading.Event()
 

@@ -395,18 +395,18 @@ PROMPTS = ["In the beginning", "And it came to pass", "The LORD", "Blessed are t
 
 
 async def test_the_bundled_model_gives_the_same_tokens_on_one_rank_and_on_two_alone_and_in_a_batch() -> None:
-    params = many(16)
-    one = await Engine.from_pretrained_async()
+    params = many(12)
+    one = await Engine.from_pretrained_async(threads=1)
     async with one:
         assert isinstance(one.executor, UniExecutor)
         batched = await asyncio.gather(*(collect(one, prompt, params) for prompt in PROMPTS))
-        alone = [await collect(one, prompt, params) for prompt in PROMPTS]
+        alone = await collect(one, PROMPTS[0], params)
     two = await Engine.from_pretrained_async(tp=2, start_method="forkserver")
     async with two:
         split = await asyncio.gather(*(collect(two, prompt, params) for prompt in PROMPTS))
-    answers = [[ids(outputs) for outputs in run] for run in (batched, alone, split)]
-    assert answers[0] == answers[1] == answers[2]
-    assert all(len(answer) == 16 for answer in answers[0])
+    assert [ids(outputs) for outputs in batched] == [ids(outputs) for outputs in split]
+    assert ids(batched[0]) == ids(alone)
+    assert all(len(ids(outputs)) == 12 for outputs in batched)
 
 
 def test_what_cannot_work_is_refused_before_any_rank_starts(tmp_path: Any) -> None:

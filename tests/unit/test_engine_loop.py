@@ -313,6 +313,7 @@ async def test_stop_ends_wait_tasks_normally_answers_requests_and_may_be_followe
     assert await stack.answer(20, new=3) == (21, 22, 23)
     ids = [step.step_id for step in stack.agent.steps]
     assert ids == sorted(set(ids))
+    await stack.loop.stop_async()
 
 
 async def test_stop_without_waiting_on_the_loops_own_thread_ends_wait_tasks(stack: Stack) -> None:

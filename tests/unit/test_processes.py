@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -535,7 +536,7 @@ def test_a_program_that_ends_without_cleaning_up_leaves_no_rank_and_no_noise() -
         """
         from mpexec.deadline import Deadline
         from mpexec.processes import launch, RankPlan, Monitor
-        import queue
+        import queue, sys
         got = queue.Queue()
         ps = launch([RankPlan(0), RankPlan(1)], start_method="spawn", entry="rank_entries:write_much", payload=b"20000")
         monitor = Monitor()
@@ -543,11 +544,12 @@ def test_a_program_that_ends_without_cleaning_up_leaves_no_rank_and_no_noise() -
             monitor.watch(p, lambda rank, message, fds: got.put(message), print)
         while got.get(timeout=20)[0] != "written":
             pass
-        print(*[p.pid for p in ps], flush=True)
+        # one write, so that no line of a rank comes between
+        sys.stdout.write("pids" + "".join(f" {p.pid}" for p in ps) + "\\n")
         """
     )
     assert (done.returncode, done.stderr) == (0, "")
-    pids = next(line for line in done.stdout.splitlines() if not line.startswith("[rank ")).split()
+    (pids,) = re.findall(r"^pids (\d+) (\d+)$", done.stdout, re.MULTILINE)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             assert Ended(int(pid)).within(2.0)
