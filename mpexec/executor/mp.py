@@ -77,6 +77,7 @@ class MPExecutor(Executor):
         self._outputs = Outputs(self.spec.max_outputs)
         self._unstopped: dict[int, int] = {}  # ranks told to stop that have not answered: the token of each
         self._stop_tokens = itertools.count(1)
+        self._trim_planned = False
         self._ender: threading.Thread | None = None
         self._ready_ns = 0
         with contextlib.ExitStack() as stack:
@@ -156,6 +157,9 @@ class MPExecutor(Executor):
             for parcel, ranks in parcels:
                 self._send(CALL, call_id, parcel, ranks)
         sender.ring_doorbells()
+        if not self._trim_planned and any(parcel.buffers for parcel, _ in parcels):
+            self._trim_planned = True
+            self._group.monitor.wake()  # it sleeps, and there is a time now at which to give memory back
         if self._stopping or self._state is State.BROKEN or self._state is State.RELEASED:
             self._end_late(pending)
 
@@ -366,11 +370,16 @@ class MPExecutor(Executor):
         self._break(error, lambda other: error if other is pending else broken_error(error))
 
     def _next_unwaited_expiry(self) -> int | None:
-        moments = (pending.next_expiry() for pending in self._calls.in_flight() if not pending.waited)
+        moments = [pending.next_expiry() for pending in self._calls.in_flight() if not pending.waited]
+        moments.append(self._link.sender.pool.next_trim())
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _expire_unwaited(self) -> None:
         now = time.monotonic_ns()
+        trim_at = self._link.sender.pool.next_trim()
+        if trim_at is not None and trim_at <= now:
+            self._link.sender.pool.trim()
+        self._trim_planned = trim_at is not None
         for pending in self._calls.in_flight():
             moment = None if pending.waited else pending.next_expiry()
             if moment is not None and moment <= now:
@@ -388,7 +397,7 @@ class MPExecutor(Executor):
         self._inbox.count_unwaited(1, covered=covered)
         pending.on_done(lambda _: self._inbox.count_unwaited(-1, covered=covered))
         if pending.deadline.at_ns is not None:
-            self._group.monitor.wake()
+            self._group.monitor.wake()  # it sleeps until the soonest expiry that it knows
         pending.on_failure = lambda _: self._group.monitor.wake()
 
     def _abandon(self, pending: PendingCall) -> None:

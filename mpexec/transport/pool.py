@@ -153,9 +153,15 @@ class PoolWriter:
                         slot.readers = ()
 
     def trim(self) -> None:
-        """Give back memory unused for a minute; to be called now and then by a thread that is idle."""
+        """Give back memory unused for a minute; to be called by a thread that is idle, at `next_trim`."""
         with self._lock:
             self._trim(time.monotonic_ns())
+
+    def next_trim(self) -> int | None:
+        """Monotonic ns at which some slot will have been unused for a minute; None if all are cold."""
+        with self._lock:
+            used = [slot.used_ns for slots in self._slots.values() for slot in slots if slot.used_ns]
+        return max(min(used) + _IDLE_NS, self._trimmed_ns + _TRIM_EVERY_NS) if used else None
 
     @property
     def reserved_bytes(self) -> int:

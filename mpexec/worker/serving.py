@@ -46,6 +46,7 @@ class RankServer:
         self._unsent: deque[tuple[int, int, Parcel]] = deque()
         self._dispatcher: Dispatcher | None = None
         self._done_count = 0
+        self._trimmer: asyncio.TimerHandle | None = None
         self.worker: BaseWorker | None = None
         self.drop_until = 0
         self.exiting: asyncio.Event | None = None
@@ -151,7 +152,22 @@ class RankServer:
             parcel = self._replies.pack(encode(failure, "a failure"), (0,))
         self._send(OUTPUT, 0, parcel)
 
+    def _plan_trim(self) -> None:
+        """Give pool memory back once it was unused for a minute; one timer at a time."""
+        due = self._replies.pool.next_trim()
+        if due is None:
+            self._trimmer = None
+            return
+        seconds = max(1.0, (due - time.monotonic_ns()) / 1e9)
+        self._trimmer = asyncio.get_running_loop().call_later(seconds, self._trim)
+
+    def _trim(self) -> None:
+        self._replies.pool.trim()
+        self._plan_trim()
+
     def _send(self, kind: int, call_id: int, parcel: Parcel) -> None:
+        if parcel.buffers and self._trimmer is None:
+            self._plan_trim()
         if self._unsent or not self._replies.try_send(kind, call_id, parcel):
             self._unsent.append((kind, call_id, parcel))
         self._ring_driver()

@@ -17,6 +17,9 @@ from mpexec import Executor, MPExecutor, UniExecutor
 from mpexec.executor.base import State
 
 KINDS = ("uni", "mp")
+# For the differences between the kinds that the design names.
+only_mp = pytest.mark.parametrize("kind", ["mp"], indirect=True, scope="module")
+only_uni = pytest.mark.parametrize("kind", ["uni"], indirect=True, scope="module")
 PATIENCE = 20.0  # seconds after which an event that a test waits for counts as lost
 
 

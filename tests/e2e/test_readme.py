@@ -66,7 +66,7 @@ def test_the_commands_of_the_readme_run() -> None:
         assert (ROOT / tool).stat().st_mode & 0o111
     for command in commands:
         if command.startswith("mpexec generate"):
-            ended = run(sys.executable, "-m", "mpexec", "generate", "--tp", "2", "--max-new-tokens", "8", "In the beginning")
+            ended = run(sys.executable, "-m", "mpexec", "generate", "--max-new-tokens", "8", "In the beginning")
             assert ended.returncode == 0, ended.stderr
             assert len(ended.stdout.split()) >= 3
         elif command.startswith("mpexec"):
