@@ -87,7 +87,8 @@ class Inbox:
         self._receivers = receivers
         self._heads = [(receiver.ring.words, receiver.ring) for receiver in receivers]
         self._handlers = handlers
-        self._pump_lock = threading.RLock()
+        self._pump_lock = threading.Lock()
+        self._pumper = 0
         self._park_lock = threading.Lock()
         self._events: deque[Callable[[], None]] = deque()
         self._later: deque[Callable[[], None]] = deque()
@@ -115,21 +116,31 @@ class Inbox:
 
     def pump(self) -> None:
         """Read all reply rings, apply events, hand out. Any thread; never waits for a process."""
+        me = threading.get_ident()
+        if self._pumper == me:  # a handler has posted an event: it comes after the record that is being handled
+            return
         with self._pump_lock:
             if self._closed or _is_gone(self._handlers):
                 return
-            for rank, receiver in enumerate(self._receivers):
-                if receiver.ring.words[0] != receiver.ring.tail:
-                    self._drain(rank, receiver)
-            self._handlers.flush()
-            while self._events:
-                self._events.popleft()()
+            self._pumper = me
+            try:
+                self._pump()
+            finally:
+                self._pumper = 0
         if self._later:
-            if threading.get_ident() == self._monitor:
+            if me == self._monitor:
                 self._callbacks.wake(self._run_later)
             else:
                 self._run_later()
         self.kick()
+
+    def _pump(self) -> None:
+        for rank, receiver in enumerate(self._receivers):
+            if receiver.ring.words[0] != receiver.ring.tail:
+                self._drain(rank, receiver)
+        self._handlers.flush()
+        while self._events:
+            self._events.popleft()()
 
     def _run_later(self) -> None:
         while self._later:
@@ -154,7 +165,7 @@ class Inbox:
             self._handlers.on_corrupt(rank, error)
 
     def post(self, event: Callable[[], None]) -> None:
-        """Have `event` run inside the pump, now, in this thread or in the one that is pumping."""
+        """Have `event` run inside the pump: now, or, from inside the pump, after what it is at."""
         self._events.append(event)
         self.pump()
 
@@ -311,10 +322,9 @@ class Inbox:
             return
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
-        here = threading.get_ident()
 
         def changed() -> None:
-            if threading.get_ident() == here:
+            if _running_loop() is loop:
                 woken.set()
             else:
                 _call_soon(loop, woken.set)

@@ -49,6 +49,8 @@ class ControlThread:
         self._driver_pidfd = driver_pidfd
         self._server = server
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+        self._early: list[Any] = []
         self._leaving = threading.Event()
         self._tasks: set[AnyTask] = set()
         self.exit_asked = False
@@ -58,8 +60,12 @@ class ControlThread:
         threading.Thread(target=self._serve, name="mpexec-control", daemon=True).start()
 
     def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The rank is ready: stop and exit go through this loop from now on."""
-        self._loop = loop
+        """The rank is ready: stop and exit go through this loop from now on, those that came before included."""
+        with self._lock:
+            self._loop = loop
+            early, self._early = self._early, []
+        for callback in early:
+            loop.call_soon(callback)
 
     def left_cleanly(self) -> None:
         """The main thread is about to end the process by itself."""
@@ -107,8 +113,12 @@ class ControlThread:
             logger.warning("unknown control message: %r", kind)
 
     def _on_loop(self, callback: Any) -> None:
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
+        with self._lock:
+            loop = self._loop
+            if loop is None:
+                self._early.append(callback)
+                return
+        if not loop.is_closed():
             loop.call_soon_threadsafe(callback)
 
     def _hold(self, work: Any, name: str) -> None:

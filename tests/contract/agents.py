@@ -336,7 +336,10 @@ class Stream(ModelAgent):
         if self.gate is not None:
             self.gate.set()
 
-    def inputs_seen(self) -> list[Any]:
+    async def inputs_seen(self, count: int) -> list[Any]:
+        """The inputs that `forward` has had, once it has had so many: ranks other than 0 may lag behind the outputs."""
+        while len(self.seen) < count:
+            await asyncio.sleep(0.001)
         return list(self.seen)
 
     def echo(self, value: Any) -> Any:

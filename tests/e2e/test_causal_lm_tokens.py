@@ -98,7 +98,9 @@ def generate(
 @contextmanager
 def running(path: Path, ranks: int) -> Iterator[Step]:
     """Start an executor and yield a call that runs one step on all ranks and returns their common answer."""
-    with build_executor(CausalLMAgent, world_size=ranks, agent_args=(str(path),)) as executor:
+    with build_executor(
+        CausalLMAgent, world_size=ranks, agent_args=(str(path),), start_method="forkserver"
+    ) as executor:
 
         def step(inputs: StepInput) -> StepOutput:
             answers = executor.collective_rpc("forward", args=(inputs,), timeout=30.0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import threading
 import time
 from typing import Any
 
-from faults.misdeeds import Explosive, misbehave
+from faults.misdeeds import Explosive, announce, hang_in_c, hang_in_python, misbehave
 
 from mpexec import ModelAgent
 from mpexec.tasks import TaskSet
@@ -123,6 +126,77 @@ class OutputAgent(ModelAgent):
 
     def forward(self, inputs: Any) -> Any:
         return misbehave(inputs)
+
+
+class HostAgent(ModelAgent):
+    """What the ranks of the drivers under test do; every method that waits announces itself in a named pipe first."""
+
+    def echo(self, value: Any) -> Any:
+        """The value, and this rank."""
+        return value, self.rank
+
+    def add_up(self, number: int) -> int:
+        """The sum over all ranks of number + rank."""
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([number + self.rank])
+        dist.all_reduce(total)
+        return int(total)
+
+    def start_children(self) -> tuple[int, int]:
+        """Start two processes that would live for ever: a child, and one whose parent is gone at once."""
+        child = subprocess.Popen(["sleep", "1000"])
+        orphan = subprocess.run(["sh", "-c", "sleep 1000 >&- 2>&- & echo $!"], stdout=subprocess.PIPE, check=True)
+        return child.pid, int(orphan.stdout)
+
+    def idle(self, path: str) -> None:
+        announce(path)
+
+    def sleep(self, path: str) -> None:
+        announce(path)
+        hang_in_python()
+
+    def hold_interpreter(self, path: str) -> None:
+        announce(path)
+        hang_in_c()
+
+    def wait_in_all_reduce(self, path: str) -> None:
+        """Wait in a collective that rank 0 never joins."""
+        announce(path)
+        if self.rank:
+            self.add_up(0)
+        hang_in_python()
+
+    def chatter(self) -> None:
+        """Write lines from a thread for ever."""
+        threading.Thread(target=_chatter, daemon=True).start()
+
+    def raise_error(self, error: BaseException) -> None:
+        """Raise it on the last rank."""
+        if self.rank == self.world_size - 1:
+            raise error
+
+    def end(self) -> None:
+        """End the last rank as the kernel's out-of-memory killer would."""
+        if self.rank == self.world_size - 1:
+            misbehave("sigkill")
+
+    def environment(self, *names: str) -> dict[str, str | None]:
+        """Variables of this rank."""
+        return {name: os.environ.get(name) for name in names}
+
+    def marker(self, module: str) -> bool:
+        """True if the driver's mark on a module is seen here: then this is a copy of the driver."""
+        return hasattr(sys.modules.get(module), "mark_of_the_driver")
+
+
+def _chatter() -> None:
+    number = 0
+    while True:
+        print("line", number, flush=True)
+        number += 1
+        time.sleep(0.0005)
 
 
 def _await_sleeper(announced: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from faults.misdeeds import misbehave
+from faults.misdeeds import announce, misbehave
 
 from mpexec import ModelAgent
 
@@ -17,6 +17,7 @@ _MANNER = os.environ.get("MPEXEC_FAULT_MANNER", "")
 _CULPRIT = os.environ.get("MPEXEC_FAULT_RANK", "") == os.environ.get("RANK")
 
 if _CULPRIT and _MOMENT == "before_import":
+    announce(os.environ.get("MPEXEC_FAULT_ANNOUNCE", ""))
     misbehave(_MANNER)
 
 

@@ -1,0 +1,209 @@
+"""What people see: describe, check_health, pids, warnings, which executor was picked and why, what gets imported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.agents import Agent
+from contract.conftest import InThread, last_rank, only_mp, until
+from mpexec import ConfigError, Executor, MPExecutor, UniExecutor, WorkerSpec, build_executor
+from mpexec.executor.base import State
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "init_process_group": False, "start_method": "forkserver"}
+
+
+def test_describe_has_a_row_for_every_rank(executor: Executor) -> None:
+    facts = executor.describe()
+    assert facts["state"] == "RUNNING"
+    assert facts["root_cause"] is None
+    assert [row["rank"] for row in facts["ranks"]] == list(range(executor.world_size))
+    assert tuple(row["pid"] for row in facts["ranks"]) == executor.pids
+    for row in facts["ranks"]:
+        assert row["state"] == "running"
+        assert row["exit"] is None
+        assert (row["method"], row["call_id"]) == (None, None)
+
+
+def test_describe_is_plain_data(executor: Executor) -> None:
+    assert json.loads(json.dumps(executor.describe())) == executor.describe() | {}
+
+
+# F070
+def test_describe_and_health_tell_what_a_busy_rank_does_without_queueing_behind_it(
+    executor: Executor, go: Path
+) -> None:
+    rank = last_rank(executor)
+    call = InThread(lambda: executor.collective_rpc("wait_for_file", (str(go),), ranks=[rank]))
+    until(lambda: executor.describe()["ranks"][rank]["method"] == "wait_for_file")
+    assert executor.check_health()
+    row = executor.describe()["ranks"][rank]
+    assert isinstance(row["call_id"], int)
+    assert row["seconds"] >= 0
+    assert executor.describe()["calls_in_flight"] >= 1
+    assert not call.done.is_set()
+    go.touch()
+    call.result()
+    until(lambda: executor.describe()["ranks"][rank]["method"] is None)
+
+
+def test_describe_and_health_answer_in_every_state(fresh: Callable[..., Executor]) -> None:
+    executor = fresh()
+    seen = [(executor.describe()["state"], executor.check_health())]
+    for verb in ("start", "stop", "release"):
+        getattr(executor, verb)()
+        seen.append((executor.describe()["state"], executor.check_health()))
+    assert seen == [("READY", True), ("RUNNING", True), ("STOPPED", True), ("RELEASED", False)]
+
+
+def test_describe_never_raises_while_others_stop_and_release(fresh: Callable[..., Executor]) -> None:
+    for _ in range(5):
+        executor = fresh()
+        executor.start()
+
+        def look(executor: Executor = executor) -> None:
+            while executor.state is not State.RELEASED:
+                executor.describe()
+                executor.check_health()
+            executor.describe()
+
+        looking = InThread(look)
+        executor.collective_rpc("echo")
+        executor.stop()
+        executor.release()
+        looking.result()
+
+
+def test_describe_shows_the_root_cause_of_a_broken_executor(fresh: Callable[..., Executor], go: Path) -> None:
+    executor = fresh()
+    with pytest.raises(TimeoutError):
+        executor.collective_rpc("wait_for_file", (str(go),), timeout=0.1)
+    assert "RPCTimeoutError" in executor.describe()["root_cause"]
+    if executor.describe()["kind"] == "uni":
+        assert executor.describe()["abandoned_thread"]
+
+
+@only_mp
+def test_pids_are_those_of_the_ranks_and_stay_readable(fresh: Callable[..., Executor]) -> None:
+    executor = fresh()
+    assert tuple(executor.collective_rpc(lambda worker: os.getpid())) == executor.pids
+    assert os.getpid() not in executor.pids
+    pids = executor.pids
+    executor.release()
+    assert executor.pids == pids
+
+
+def test_the_methods_of_object_and_lifecycle_stay_callable_only_by_their_public_names(executor: Executor) -> None:
+    for name in ("__class__", "_tasks", "_report"):
+        with pytest.raises(AttributeError):
+            executor.collective_rpc(name)
+
+
+# -- warnings and choice -------------------------------------------------------------------------------------------
+
+
+def deprecations(work: Callable[[], Any]) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work().release()
+    return [one for one in caught if issubclass(one.category, DeprecationWarning)]
+
+
+def test_constructing_an_mp_executor_warns_once_at_the_users_line() -> None:
+    seen = deprecations(lambda: MPExecutor(Agent, world_size=1, **OPTIONS))
+    assert [one.filename for one in seen] == [__file__]
+    assert "build_executor" in str(seen[0].message)
+
+
+def test_asking_for_mp_warns_once_at_the_users_line() -> None:
+    seen = deprecations(lambda: build_executor(Agent, "mp", world_size=1, **OPTIONS))
+    assert [one.filename for one in seen] == [__file__]
+
+
+def test_creating_an_mp_executor_from_a_coroutine_warns_at_the_users_line() -> None:
+    async def create() -> Executor:
+        return await MPExecutor.create_async(Agent, world_size=1, **OPTIONS)
+
+    seen = deprecations(lambda: asyncio.run(create()))
+    assert [one.filename for one in seen] == [__file__]
+
+
+def test_letting_the_library_choose_is_silent() -> None:
+    assert deprecations(lambda: build_executor(Agent, world_size=2, **OPTIONS)) == []
+    assert deprecations(lambda: build_executor(Agent, **OPTIONS)) == []
+    assert deprecations(lambda: UniExecutor(Agent, **OPTIONS)) == []
+
+
+@pytest.mark.parametrize("world_size, expected", [(1, UniExecutor), (2, MPExecutor)])
+def test_the_executor_that_fits_is_chosen_and_the_reason_logged(
+    world_size: int, expected: type[Executor], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "mpexec.executor"):
+        executor = build_executor(Agent, world_size=world_size, **OPTIONS)
+    executor.release()
+    assert type(executor) is expected
+    assert any("because" in record.getMessage() for record in caplog.records)
+
+
+def test_a_whole_spec_may_stand_in_for_the_agent() -> None:
+    executor = build_executor(WorkerSpec(agent=Agent, world_size=1, **OPTIONS), stop_timeout=2.0)
+    assert isinstance(executor, UniExecutor)
+    assert executor.spec.stop_timeout == 2.0
+    assert executor.collective_rpc("where") == [0]
+    executor.release()
+
+
+@pytest.mark.parametrize("options", [{"backend": "ray?"}, {"backend": "uni", "world_size": 2}, {"unknown": 1}])
+def test_a_choice_that_cannot_work_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        build_executor(Agent, **{**OPTIONS, **options})
+
+
+# -- what the driver imports ------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import sys
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from mpexec import MPExecutor, ModelAgent
+
+    class Doubler(ModelAgent):
+        def double(self, x):
+            return 2 * x + self.rank
+
+    if __name__ == "__main__":
+        with MPExecutor(Doubler, world_size=2, device="cpu", init_process_group={group}) as executor:
+            print(executor.collective_rpc("double", args=(20,)))
+            print(executor.submit_rpc("double", (1,)).result())
+            heavy = ("torch", "zmq", "ray", "transformers", "numpy", "cloudpickle")
+            print([name for name in heavy if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_running_executor_leaves_heavy_modules_out_of_the_driver(tmp_path: Path, group: bool) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM.replace("{group}", str(group))))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
+    assert (done.stdout.splitlines(), done.stderr) == (["[40, 41]", "[2, 3]", "[]"], "")
+
+
+def test_importing_the_package_is_quick_and_light() -> None:
+    code = "import sys, mpexec; mpexec.MPExecutor, mpexec.ModelAgent; print([m for m in ('torch','numpy') if m in sys.modules])"
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+    assert time.monotonic() - began < 10
