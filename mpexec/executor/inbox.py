@@ -13,6 +13,7 @@ While somebody spins, the word is 0: a reply then costs the ranks no system call
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
@@ -415,7 +416,9 @@ class Inbox:
 
     def close(self) -> None:
         """Stop watching and close the doorbells. Every call has been ended; each loop removes its watch itself."""
-        with self._pump_lock, self._park_lock:
+        # A forgotten executor may be collected in the midst of its own pump; then this thread has the lock already.
+        pump_lock = contextlib.nullcontext() if self._pumper == threading.get_ident() else self._pump_lock
+        with pump_lock, self._park_lock:
             self._closed = True
             loops = list(self._loops)
             self._loops.clear()

@@ -28,12 +28,6 @@ from mpexec.executor.base import State
 Fresh = Callable[..., Executor]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _uvloop_has_opened_what_it_keeps() -> None:
-    """Its first loop opens a pipe for signals that lives as long as the process."""
-    uvloop.new_event_loop().close()
-
-
 def end_background(executor: Executor, kind: str = "fail", rank: int | None = None) -> None:
     """Let the background task of a rank, the last one unless given, end in some way."""
     executor.notify("end_background", (kind, (last_rank(executor) if rank is None else rank,)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import random
 import zlib
 from collections.abc import Callable
@@ -15,7 +17,7 @@ import uvloop
 
 from contract.agents import Agent
 from contract.conftest import InThread, build, in_time, until
-from mpexec import Executor, MPExecutor
+from mpexec import Executor
 
 RING = 65536
 Make = Callable[..., Any]
@@ -103,6 +105,28 @@ def test_replies_of_a_rank_that_answers_faster_than_anybody_listens_are_kept_in_
         assert values == [bytes([number % 256]) * 20_000] * 2
 
 
+def test_a_loop_that_is_held_up_keeps_nobody_else_waiting(small: Executor) -> None:
+    """It is held up at every stage of its own call: before, while it looks for the reply, and asleep."""
+    for turns in (0, 1, 3, 30, 100):
+        done: list[Any] = []
+
+        async def main(turns: int = turns, done: list[Any] = done) -> None:
+            call = asyncio.ensure_future(small.collective_rpc_async("hold", (f"{turns}",)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            others = [
+                InThread(lambda: small.submit_rpc("doze", (0.02, 1), reply_ranks=0).result(20)),
+                InThread(lambda: asyncio.run(small.collective_rpc_async("doze", (0.02, 1), reply_ranks=0))),
+                InThread(lambda: small.collective_rpc("doze", (0.02, 1), reply_ranks=0)),
+            ]
+            done += [other.result() for other in others]  # blocks this loop, on purpose
+            await small.collective_rpc_async("let_go", (f"{turns}",))
+            await call
+
+        asyncio.run(main())
+        assert done == [1, 1, 1]
+
+
 @pytest.mark.parametrize("policy", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_thousands_of_calls_from_one_loop(small: Executor, policy: Callable[[], asyncio.AbstractEventLoop]) -> None:
     async def main() -> None:
@@ -111,7 +135,6 @@ def test_thousands_of_calls_from_one_loop(small: Executor, policy: Callable[[], 
             calls = (small.collective_rpc_async("echo", (number,), reply_ranks=1) for number in numbers)
             assert await asyncio.gather(*calls) == list(numbers)
 
-    uvloop.new_event_loop().close()
     with asyncio.Runner(loop_factory=policy) as runner:
         runner.run(in_time(main(), 60))
 
@@ -142,16 +165,8 @@ def test_two_executors_at_once_keep_their_calls_apart(make_executor: Make) -> No
 
 
 # F124
-def test_an_executor_that_nobody_refers_to_is_released(make_executor: Make) -> None:
-    import gc
-    import os
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        executor = MPExecutor(
-            Agent, world_size=2, device="cpu", init_process_group=False, start_method="forkserver"
-        )
+def test_an_executor_that_nobody_refers_to_is_released() -> None:
+    executor = build("mp", start_method="forkserver")
     pids = executor.pids
     executor.collective_rpc("where")
     del executor
