@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +28,10 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def nothing_left_by_the_session() -> Iterator[None]:
     """At the very end the fork server goes too, and then nothing at all is left."""
+    with contextlib.suppress(ImportError):  # its first loop opens two descriptors for good
+        import uvloop
+
+        uvloop.new_event_loop().close()
     before = leaks.Snapshot()
     yield
     from mpexec import shutdown_fork_server

@@ -28,7 +28,7 @@ from typing import Any
 BOUND_S = 3.0
 MARKER = "MPEXEC_TEST_SESSION"
 NOISE = re.compile(
-    r"leaked|never retrieved|Exception ignored|was destroyed but it is pending|was never awaited|Fatal Python error: _enter"
+    r"leaked|never retrieved|Exception ignored|was destroyed but it is pending|was never awaited|could not acquire lock"
 )
 _PYTEST_VARIABLES = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION")
 _OURS = re.compile(r"^mpexec")

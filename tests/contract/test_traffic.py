@@ -107,24 +107,25 @@ def test_replies_of_a_rank_that_answers_faster_than_anybody_listens_are_kept_in_
 
 def test_a_loop_that_is_held_up_keeps_nobody_else_waiting(small: Executor) -> None:
     """It is held up at every stage of its own call: before, while it looks for the reply, and asleep."""
-    for turns in (0, 1, 3, 30, 100):
-        done: list[Any] = []
+    others: list[Callable[[], Any]] = [
+        lambda: small.submit_rpc("doze", (0.02, 1), reply_ranks=0).result(20),
+        lambda: asyncio.run(small.collective_rpc_async("doze", (0.02, 1), reply_ranks=0)),
+        lambda: small.collective_rpc("doze", (0.02, 1), reply_ranks=0),
+    ]
+    for number, turns in enumerate((0, 1, 3, 30, 100)):
+        for kind, other in enumerate(others):
+            name = f"{number} {kind}"
 
-        async def main(turns: int = turns, done: list[Any] = done) -> None:
-            call = asyncio.ensure_future(small.collective_rpc_async("hold", (f"{turns}",)))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            others = [
-                InThread(lambda: small.submit_rpc("doze", (0.02, 1), reply_ranks=0).result(20)),
-                InThread(lambda: asyncio.run(small.collective_rpc_async("doze", (0.02, 1), reply_ranks=0))),
-                InThread(lambda: small.collective_rpc("doze", (0.02, 1), reply_ranks=0)),
-            ]
-            done += [other.result() for other in others]  # blocks this loop, on purpose
-            await small.collective_rpc_async("let_go", (f"{turns}",))
-            await call
+            async def main(turns: int = turns, name: str = name, other: Callable[[], Any] = other) -> Any:
+                call = asyncio.ensure_future(small.collective_rpc_async("hold", (name,)))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                value = InThread(other).result()  # blocks this loop, on purpose
+                await small.collective_rpc_async("let_go", (name,))
+                await call
+                return value
 
-        asyncio.run(main())
-        assert done == [1, 1, 1]
+            assert asyncio.run(main()) == 1
 
 
 @pytest.mark.parametrize("policy", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

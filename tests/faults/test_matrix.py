@@ -99,10 +99,12 @@ def cells(moment: str, manners: tuple[str, ...] = MANNERS) -> Any:
     chosen = [cell for cell in _cells() if cell[1] == moment and cell[0] in manners]
     _tested.extend(chosen)
     return pytest.mark.parametrize(
-        ("manner", "culprit", "start_method"),
+        "manner, culprit, start_method",
         [
             pytest.param(
-                manner, rank, method, id=f"{manner}-rank{rank}-{method}", marks=[pytest.mark.spawn] * (method == "spawn")
+                *(manner, rank, method),
+                id=f"{manner}-rank{rank}-{method}",
+                marks=[pytest.mark.spawn] if method == "spawn" else [],
             )
             for manner, _, rank, method in chosen
         ],
@@ -360,9 +362,7 @@ def test_a_fault_in_a_sync_method_reaches_the_caller(
     executor = make_executor(
         FaultyAgent, agent_args=(culprit, manner), start_method=start_method, stop_timeout=STOP_TIMEOUT_S
     )
-    _check_call(
-        executor, "in_sync_method", manner, culprit, "_thread.lock" if manner == "unpicklable_value" else ""
-    )
+    _check_call(executor, "in_sync_method", manner, culprit, "_thread.lock" if manner == "unpicklable_value" else "")
 
 
 @cells("async")
@@ -372,9 +372,7 @@ def test_a_fault_in_an_async_method_reaches_the_caller(
     executor = make_executor(
         FaultyAgent, agent_args=(culprit, manner), start_method=start_method, stop_timeout=STOP_TIMEOUT_S
     )
-    _check_call(
-        executor, "in_async_method", manner, culprit, "_thread.lock" if manner == "unpicklable_value" else ""
-    )
+    _check_call(executor, "in_async_method", manner, culprit, "_thread.lock" if manner == "unpicklable_value" else "")
 
 
 @cells("reply")
