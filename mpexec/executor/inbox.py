@@ -190,11 +190,12 @@ class Inbox:
         """Write down who must be woken; with the park lock held. The caller fences and looks again if it is not 0."""
         if self._leader is not None:
             mask = THREAD if self._leader_parked else 0
-        elif any(loop.is_running() for loop in self._probing):
-            mask = 0
         else:
-            mask = LOOP if any(loop.is_running() for loop in self._loops) else 0
-            if self._unwaited or (self._covered and not mask):
+            # A loop that probes looks by itself as soon as it gets a turn; its other waiters could not run before.
+            awake = [loop for loop in self._probing if loop.is_running()]
+            asleep = [loop for loop in self._loops if loop.is_running() and loop not in awake]
+            mask = LOOP if asleep else 0
+            if self._unwaited or (self._covered and not (awake or asleep)):
                 mask |= MONITOR
         if mask != self._mask:
             self._mask = self._words[DRIVER_PARKED] = mask

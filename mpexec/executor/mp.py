@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
-from mpexec.errors import ExecutorStoppedError, RPCTimeoutError, SerializationError, TransportError
+from mpexec.errors import ExecutorStoppedError, RPCTimeoutError, SerializationError, TransportError, WrongStateError
 from mpexec.executor.base import Executor, State
 from mpexec.executor.group import RankGroup, died_error
 from mpexec.executor.inbox import Inbox, Waitable
@@ -79,7 +79,7 @@ class MPExecutor(Executor):
         self._stop_tokens = itertools.count(1)
         self._trim_planned = False
         self._ender: threading.Thread | None = None
-        self._ready_ns = 0
+        self._owner = os.getpid()
         with contextlib.ExitStack() as stack:
             self._link = Link(self.spec, stack)
             me = weakref.proxy(self)
@@ -125,6 +125,13 @@ class MPExecutor(Executor):
         self._group.attach(on_message, on_death)
         self._group.monitor.add(inbox.bells[2].fd, inbox.on_monitor_bell)
         self._group.monitor.set_timer(next_at, fire)
+
+    def _check_alive(self) -> None:
+        if os.getpid() != self._owner:
+            raise WrongStateError(
+                f"this executor belongs to process {self._owner}; a forked child cannot use it", state=self._state.name
+            )
+        super()._check_alive()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -470,6 +477,8 @@ class MPExecutor(Executor):
             self._background_failed(earlier.error)  # of a call that had been notified before the start
 
     def _stop_ranks(self) -> None:
+        if os.getpid() != self._owner:
+            return
         deadline = Deadline.after(self.spec.stop_timeout)
         self._inbox.post(self._end_calls_stopped)
         self._tell_to_stop()
@@ -495,6 +504,8 @@ class MPExecutor(Executor):
             background.finish(None)
 
     def _release_ranks(self) -> None:
+        if os.getpid() != self._owner:  # a forked child: all of this is its parent's
+            return
         with self._state_lock:
             was, stopping = self._state, self._stopping
             if was is State.RELEASED:

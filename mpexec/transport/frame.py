@@ -6,7 +6,9 @@ Plain pickle comes first because it is three times as fast; cloudpickle follows 
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -104,8 +106,17 @@ def decode(payload: Any, buffers: Sequence[memoryview] | None = None) -> Any:
 
 
 def _main_is_nameless() -> bool:
+    """True if another process cannot import the program: it came from stdin, `-c`, a notebook, or its file is gone."""
     main = sys.modules.get("__main__")
-    return getattr(main, "__file__", None) is None and getattr(main, "__spec__", None) is None
+    if getattr(main, "__spec__", None) is not None:
+        return False
+    file = getattr(main, "__file__", None)
+    return file is None or not _is_file(file)
+
+
+@functools.lru_cache(maxsize=4)
+def _is_file(path: str) -> bool:
+    return os.path.isfile(path)
 
 
 def _tensor_state(tensor: Any, tensor_bytes: set[int]) -> tuple[Any, ...] | None:

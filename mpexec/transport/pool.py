@@ -171,6 +171,7 @@ class PoolWriter:
     def close(self) -> None:
         """Unmap and close; readers keep their own mappings."""
         self._slots.clear()
+        self._words.release()
         self.fd.close()
 
 
@@ -250,4 +251,6 @@ class PoolReader:
     def close(self) -> None:
         """Close the descriptor. Mappings go when the last view of each has died."""
         self._mappings.clear()
+        if not self._exporters:
+            self._words.release()
         self.fd.close()

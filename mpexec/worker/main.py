@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -11,7 +13,7 @@ import pickle
 import signal
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpexec.config import WorkerSpec
 from mpexec.messages import Failure, Ready
@@ -126,23 +128,31 @@ def _serve(spec: WorkerSpec, worker: BaseWorker, server: RankServer, control: Co
             loop.run_forever()
     except SystemExit as leaving:
         code = _exit_code(leaving)
-        raise
     except KeyboardInterrupt:
         code = 130
-        raise
     except BaseException:
         code = 1
-        raise
-    finally:
-        control.left_cleanly()
-        control.bound_exit(code, max(_LEAVE_S, spec.stop_timeout / 4))
-        _leave(loop, worker, server, clean=control.exit_asked)
+        logger.exception("the rank's loop failed")
+    control.left_cleanly()
+    control.bound_exit(code, max(_LEAVE_S, spec.stop_timeout / 4))
+    _leave(loop, worker, server, clean=control.exit_asked)
+    _end_process(code)
+
+
+def _end_process(code: int) -> NoReturn:
+    """Run the exit hooks and end. Taking the interpreter down with torch loaded takes longer than all the rest."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.flush()
+    os._exit(code)
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    if leaving.code is None:
-        return 0
-    return leaving.code if isinstance(leaving.code, int) else 1
+    if leaving.code is None or isinstance(leaving.code, int):
+        return (leaving.code or 0) & 0xFF
+    logger.error("%s", leaving.code)  # as the interpreter does with a message
+    return 1
 
 
 def _leave(loop: asyncio.AbstractEventLoop, worker: BaseWorker, server: RankServer, *, clean: bool) -> None:

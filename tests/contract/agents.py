@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 from mpexec import BaseWorker, ModelAgent
@@ -40,6 +41,13 @@ class HasNoTextError(Exception):
         raise ValueError("no text of me")
 
 
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Takes no attributes: neither a cause nor notes."""
+
+    code: int = 3
+
+
 class RootError(BaseException):
     """Derives from BaseException, as pytest's own outcomes and some frameworks' cancellations do."""
 
@@ -52,6 +60,7 @@ UNREBUILDABLE = {
     "init with arguments": lambda: NeedsArgumentsError(1, 2),
     "reduce raises": lambda: RefusesPicklingError("hm"),
     "holds a lock": lambda: HoldsALockError("hm"),
+    "refuses attributes": lambda: FrozenError(3),
 }
 
 ORDINARY = {

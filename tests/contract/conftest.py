@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from contract.agents import Agent
 from mpexec import Executor, MPExecutor, UniExecutor
@@ -32,12 +31,6 @@ def build(kind: str, agent: Any = Agent, **options: Any) -> Executor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return MPExecutor(agent, **{"world_size": 2, "start_method": "spawn", **options})
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _uvloop_has_opened_what_it_keeps() -> None:
-    """Its first loop opens a pipe for signals that lives as long as the process."""
-    uvloop.new_event_loop().close()
 
 
 @pytest.fixture(scope="module", params=KINDS)

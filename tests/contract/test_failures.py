@@ -133,7 +133,7 @@ def test_one_failing_call_does_not_disturb_those_beside_it(executor: Executor) -
 def test_an_exception_that_cannot_be_rebuilt_becomes_a_remote_error(executor: Executor, name: str, method: str) -> None:
     rank = last_rank(executor)
     with pytest.raises(Exception) as caught:
-        executor.collective_rpc(method, (name, (rank,)))
+        executor.collective_rpc(method, (name, (rank,)), timeout=20)
     error = caught.value
     if executor.describe()["kind"] == "mp":
         assert isinstance(error, RemoteError)
