@@ -30,11 +30,11 @@ class Deadline:
             ConfigError: `seconds` is negative or not a number.
         """
         if seconds is None:
-            return cls(None)
+            return NEVER
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
             raise ConfigError(f"a timeout must be None or at least 0 seconds, not {seconds!r}")
         if seconds > _LONGEST_S:
-            return cls(None)
+            return NEVER
         return cls(time.monotonic_ns() + int(seconds * _NS))
 
     @property
@@ -67,3 +67,6 @@ class Deadline:
         if self.at_ns is None:
             return None
         return min(_LONGEST_POLL_MS, max(0, -((time.monotonic_ns() - self.at_ns) // 1_000_000)))
+
+
+NEVER = Deadline(None)

@@ -71,7 +71,7 @@ def run(args: list[str] | None) -> int:
         return 2
     except (Interrupted, ToldError) as ended:
         return ended.exit_code
-    except (ReaderGoneError, BrokenPipeError):
+    except (ReaderGoneError, BrokenPipeError, SystemExit):  # click exits where its own output has no reader
         return _leave_stdout()
     except Exception as failure:
         complain(describe_failure(failure))

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from mpexec.config import Topology, WorkerSpec
 from mpexec.deadline import Deadline
-from mpexec.errors import ConfigError, ExecutorStoppedError, WrongStateError
+from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
 from mpexec.executor.pending import CallTable, PendingCall, broken_error
 from mpexec.executor.threads import in_thread
 from mpexec.messages import Call, method_name
@@ -75,6 +75,7 @@ class Executor:
         self._methods: frozenset[str] = frozenset()
         self._background: PendingCall | None = None
         self._stopping = False
+        self._usable = False  # the state allows calls; kept beside it because every call asks
         self._told = False  # a caller has been told why the executor is broken
         self._all_ranks = tuple(self.topology.ranks)
 
@@ -105,20 +106,29 @@ class Executor:
             if state not in _MOVES[self._state]:
                 raise WrongStateError(f"cannot go from {self._state.name} to {state.name}", state=self._state.name)
             self._state = state
+            self._usable = state in _ALIVE and not self._stopping
+            self._changed.notify_all()
+
+    def _set_stopping(self, stopping: bool) -> None:
+        with self._changed:
+            self._stopping = stopping
+            self._usable = self._state in _ALIVE and not stopping
             self._changed.notify_all()
 
     def _check_alive(self) -> None:
         """Raise what a call must raise when the ranks are not there to take it."""
+        if not self._usable:
+            raise self._why_unusable()
+
+    def _why_unusable(self) -> MpexecError:
         state = self._state
-        if state in _ALIVE and not self._stopping:
-            return
         if state is State.BROKEN and self._root is not None:
-            raise broken_error(self._root)
-        if state is State.RELEASED or self._stopping:
-            raise ExecutorStoppedError(
-                "the executor has been released" if state is State.RELEASED else "the executor stops"
-            )
-        raise WrongStateError(f"the executor is {state.name}", state=state.name)
+            return broken_error(self._root)
+        if state is State.RELEASED:
+            return ExecutorStoppedError("the executor has been released")
+        if self._stopping:
+            return ExecutorStoppedError("the executor stops")
+        return WrongStateError(f"the executor is {state.name}", state=state.name)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -162,11 +172,12 @@ class Executor:
             Exception: What the method raised on a rank, with `__cause__` a `RemoteTraceback` and further failures in
                 `.others`. If every rank answered, the executor stays usable; else it is BROKEN.
         """
-        pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout)
+        pending: PendingCall | None = None
         try:
+            pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout, waits=True)
             self._wait(pending)
         except BaseException:
-            self._abandon(pending)
+            self._give_up(pending)
             raise
         return self._outcome(pending)
 
@@ -258,9 +269,11 @@ class Executor:
         ranks: Ranks | None,
         reply_ranks: Ranks | None,
         timeout: float | None,
+        waits: bool = False,
     ) -> PendingCall:
-        """Check everything, open the call's entry and send it."""
-        self._check_alive()
+        """Check everything, open the call's entry and send it; `waits` if this thread is going to wait for it."""
+        if not self._usable:
+            raise self._why_unusable()
         if type(method) is str and method not in self._methods:
             raise AttributeError(f"no rank has a public method {method!r}; nothing was sent")
         if type(args) is not tuple:
@@ -276,6 +289,7 @@ class Executor:
         if args_per_rank is not None:
             _check_scatter(args, args_per_rank, chosen)
         pending = PendingCall(0, method_name(method), chosen, wanted, deadline, self.spec.failure_grace, bare=bare)
+        pending.waited = waits
         call = Call(0, method, args, dict(kwargs) if kwargs else {}, None if reply_ranks is None else wanted)
         self._post(call, pending, args_per_rank)
         return pending
@@ -307,6 +321,11 @@ class Executor:
     def _abandon(self, pending: PendingCall) -> None:
         """Forget a call whose caller has gone."""
         raise NotImplementedError
+
+    def _give_up(self, pending: PendingCall | None) -> None:
+        """The thread that was to wait for a call goes away, perhaps before it was sent."""
+        if pending is not None:
+            self._abandon(pending)
 
     def _start_ranks(self) -> None:
         """Start the workers' background tasks and enter the background call that waits for them."""
@@ -401,13 +420,11 @@ class Executor:
                 return
             if self._state not in _ALIVE:
                 return
-            self._stopping = True
+            self._set_stopping(True)
         try:
             self._stop_ranks()
         finally:
-            with self._changed:
-                self._stopping = False
-                self._changed.notify_all()
+            self._set_stopping(False)
 
     def _await_stopped(self, seconds: float) -> None:
         """Wait until no stop is under way."""

@@ -19,6 +19,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -29,13 +30,14 @@ from mpexec.executor.pending import PendingCall, open_gate
 from mpexec.executor.threads import CallbackThread
 from mpexec.transport import linux
 from mpexec.transport.channel import Receiver
-from mpexec.transport.doorbell import Spinner
+from mpexec.transport.doorbell import CONTENDED_NS, WALL_NS, YIELDS, Spinner
 from mpexec.transport.ring import DRIVER_PARKED, Record
 from mpexec.transport.segment import Segment
 
 logger = logging.getLogger(__name__)
 
 THREAD, LOOP, MONITOR = 1, 2, 4
+_TURN_NS = 200_000
 
 
 class Waitable(Protocol):
@@ -63,6 +65,8 @@ class Handlers(Protocol):
     def on_corrupt(self, rank: int, error: TransportError) -> None:
         """A rank's ring is not what it must be."""
 
+    has_backlog: bool
+
     def flush(self) -> None:
         """Send calls that had found no room."""
 
@@ -79,7 +83,7 @@ class Inbox:
     Args:
         board: The call ring's segment, whose header holds the parked word.
         receivers: The reading ends of the reply rings, index = rank.
-        handlers: The executor's side.
+        handlers: The executor's side, referred to weakly: a forgotten executor is released.
     """
 
     def __init__(self, board: Segment, receivers: list[Receiver], handlers: Handlers) -> None:
@@ -87,7 +91,7 @@ class Inbox:
         self._words = board.words
         self._receivers = receivers
         self._heads = [(receiver.ring.words, receiver.ring) for receiver in receivers]
-        self._handlers = handlers
+        self._handlers = weakref.ref(handlers)
         self._pump_lock = threading.Lock()
         self._pumper = 0
         self._park_lock = threading.Lock()
@@ -104,6 +108,7 @@ class Inbox:
         self._unwaited = 0
         self._covered = 0
         self._spinner = Spinner()
+        self._turned_ns = 0
         self._closed = False
 
     # -- draining ------------------------------------------------------------------------------------------------
@@ -121,11 +126,12 @@ class Inbox:
         if self._pumper == me:  # a handler has posted an event: it comes after the record that is being handled
             return
         with self._pump_lock:
-            if self._closed or _is_gone(self._handlers):
+            handlers = self._handlers()
+            if self._closed or handlers is None:
                 return
             self._pumper = me
             try:
-                self._pump()
+                self._pump(handlers)
             finally:
                 self._pumper = 0
         if self._later:
@@ -133,13 +139,15 @@ class Inbox:
                 self._callbacks.wake(self._run_later)
             else:
                 self._run_later()
-        self.kick()
+        if self._leader_parked and self._leader != me:
+            self.kick()
 
-    def _pump(self) -> None:
-        for rank, receiver in enumerate(self._receivers):
-            if receiver.ring.words[0] != receiver.ring.tail:
-                self._drain(rank, receiver)
-        self._handlers.flush()
+    def _pump(self, handlers: Handlers) -> None:
+        for rank, (words, ring) in enumerate(self._heads):
+            if words[0] != ring.tail:
+                self._drain(rank, handlers)
+        if handlers.has_backlog:
+            handlers.flush()
         while self._events:
             self._events.popleft()()
 
@@ -151,19 +159,20 @@ class Inbox:
                 return
             callback()
 
-    def _drain(self, rank: int, receiver: Receiver) -> None:
+    def _drain(self, rank: int, handlers: Handlers) -> None:
+        receiver = self._receivers[rank]
         ring = receiver.ring
         try:
             while (record := ring.read()) is not None:
                 try:
-                    self._handlers.on_record(rank, receiver, record)
+                    handlers.on_record(rank, receiver, record)
                 finally:
                     record.payload.release()
                 ring.advance()
-                if ring.writer_wants_space():
-                    self._handlers.wake_rank(rank)
+                if ring.busy and ring.writer_wants_space():
+                    handlers.wake_rank(rank)
         except TransportError as error:
-            self._handlers.on_corrupt(rank, error)
+            handlers.on_corrupt(rank, error)
 
     def post(self, event: Callable[[], None]) -> None:
         """Have `event` run inside the pump: now, or, from inside the pump, after what it is at."""
@@ -190,13 +199,15 @@ class Inbox:
         """Write down who must be woken; with the park lock held. The caller fences and looks again if it is not 0."""
         if self._leader is not None:
             mask = THREAD if self._leader_parked else 0
-        else:
+        elif self._loops or self._probing:
             # A loop that probes looks by itself as soon as it gets a turn; its other waiters could not run before.
             awake = [loop for loop in self._probing if loop.is_running()]
             asleep = [loop for loop in self._loops if loop.is_running() and loop not in awake]
             mask = LOOP if asleep else 0
             if self._unwaited or (self._covered and not (awake or asleep)):
                 mask |= MONITOR
+        else:
+            mask = MONITOR if self._unwaited or self._covered else 0
         if mask != self._mask:
             self._mask = self._words[DRIVER_PARKED] = mask
         return mask
@@ -235,15 +246,20 @@ class Inbox:
         pending.waited = True
         try:
             while not pending.done:
-                if self._claim(me):
+                if self.claim(me):
                     self._lead(pending)
                 else:
                     self._follow(pending, me)
         finally:
-            if self._leader == me:
-                self._hand_on()
+            self.let_go(me)
 
-    def _claim(self, me: int) -> bool:
+    def let_go(self, me: int) -> None:
+        """Give the lead to the next if thread `me` has it."""
+        if self._leader == me:
+            self._hand_on()
+
+    def claim(self, me: int) -> bool:
+        """Make thread `me` the leader if there is none. It must `wait`, or `let_go`, next."""
         if self._leader is not None and self._leader != me:
             return False
         with self._park_lock:
@@ -282,7 +298,12 @@ class Inbox:
         linux.drain_eventfd(bell)
         self.pump()
         if not pending.done and expiry is not None and time.monotonic_ns() >= expiry:
-            self._handlers.expire(pending)
+            self._expire(pending)
+
+    def _expire(self, waiting: Waitable) -> None:
+        handlers = self._handlers()
+        if handlers is not None:
+            handlers.expire(waiting)
 
     def _follow(self, pending: PendingCall, me: int) -> None:
         gate = threading.Lock()
@@ -297,7 +318,7 @@ class Inbox:
             expiry = pending.next_expiry()
             left = -1.0 if expiry is None else max(0.0, (expiry - time.monotonic_ns()) / 1e9)
             if not gate.acquire(timeout=left) and not pending.done:
-                self._handlers.expire(pending)
+                self._expire(pending)
         finally:
             pending.gate = None
             if entry in self._followers:
@@ -307,7 +328,7 @@ class Inbox:
         """Give the lead to the follower that waits longest, by name, so that a busy caller cannot starve it."""
         with self._park_lock:
             heir = self._followers.popleft() if self._followers else None
-            self._leader = heir[0] if heir is not None else None
+            self._leader = None if heir is None else heir[0]
             mask = self._publish()
         if heir is not None:
             open_gate(heir[1])
@@ -361,7 +382,7 @@ class Inbox:
         loop = asyncio.get_running_loop()
 
         def body() -> None:
-            self._handlers.expire(waiting)
+            self._expire(waiting)
             _call_soon(loop, woken.set)
 
         threading.Thread(target=body, name="mpexec-expire", daemon=True).start()
@@ -376,19 +397,38 @@ class Inbox:
             self._probing.append(loop)
             self._publish()
         try:
-            for _ in range(60):
-                os.sched_yield()
-                if self.has_news():
-                    self.pump()
-                if waiting.done:
-                    return True
-                await asyncio.sleep(0)
-            self._spinner.missed()
-            return False
+            return await self._look_and_turn(waiting)
         finally:
             with self._park_lock:
                 self._probing.remove(loop)
             self._republish()
+
+    async def _look_and_turn(self, waiting: Waitable) -> bool:
+        spinner = self._spinner
+        last = time.monotonic_ns()
+        end = last + WALL_NS
+        for _ in range(YIELDS):
+            os.sched_yield()
+            now = time.monotonic_ns()
+            if self.has_news():
+                self.pump()
+            if now - last > CONTENDED_NS:
+                spinner.contended()
+                break
+            if waiting.done:
+                spinner.hit()
+                break
+            await asyncio.sleep(0)
+            last = self._turned_ns = time.monotonic_ns()
+            if now > end:
+                spinner.missed()
+                break
+        else:
+            spinner.missed()
+        if now - self._turned_ns > _TURN_NS:  # replies that are always there at the first look must not starve the loop
+            await asyncio.sleep(0)
+            self._turned_ns = time.monotonic_ns()
+        return waiting.done
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._park_lock:
@@ -444,15 +484,6 @@ class Inbox:
 
         if _call_soon(loop, remove):
             removed.wait(1.0)
-
-
-def _is_gone(handlers: Handlers) -> bool:
-    """True once the executor behind a weak proxy has been collected."""
-    try:
-        handlers.flush  # noqa: B018
-    except ReferenceError:
-        return True
-    return False
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -17,7 +17,14 @@ from typing import Any, Self
 
 from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
-from mpexec.errors import ExecutorStoppedError, RPCTimeoutError, SerializationError, TransportError, WrongStateError
+from mpexec.errors import (
+    ExecutorStoppedError,
+    MpexecError,
+    RPCTimeoutError,
+    SerializationError,
+    TransportError,
+    WrongStateError,
+)
 from mpexec.executor.base import Executor, State
 from mpexec.executor.group import RankGroup, died_error
 from mpexec.executor.inbox import Inbox, Waitable
@@ -28,7 +35,7 @@ from mpexec.executor.stacks import collect_stacks
 from mpexec.messages import Call, Failure
 from mpexec.processes import Death, refuse_while_importing_main
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver
-from mpexec.transport.frame import Frame, encode, is_plain
+from mpexec.transport.frame import PROTOCOL, Frame, encode, is_plain
 from mpexec.transport.linux import ring_eventfd
 from mpexec.transport.ring import WANT_SPACE, Record
 from mpexec.worker.main import LinkFacts
@@ -78,12 +85,13 @@ class MPExecutor(Executor):
         self._unstopped: dict[int, int] = {}  # ranks told to stop that have not answered: the token of each
         self._stop_tokens = itertools.count(1)
         self._trim_planned = False
+        self.has_backlog = False
         self._ender: threading.Thread | None = None
         self._owner = os.getpid()
+        _executors.add(self)
         with contextlib.ExitStack() as stack:
             self._link = Link(self.spec, stack)
-            me = weakref.proxy(self)
-            self._inbox = Inbox(self._link.board, [link.replies for link in self._link.ranks], me)
+            self._inbox = Inbox(self._link.board, [link.replies for link in self._link.ranks], self)
             stack.callback(self._inbox.close)
             self._group = RankGroup(self.spec)
             stack.callback(self._group.close)
@@ -126,12 +134,12 @@ class MPExecutor(Executor):
         self._group.monitor.add(inbox.bells[2].fd, inbox.on_monitor_bell)
         self._group.monitor.set_timer(next_at, fire)
 
-    def _check_alive(self) -> None:
+    def _why_unusable(self) -> MpexecError:
         if os.getpid() != self._owner:
-            raise WrongStateError(
+            return WrongStateError(
                 f"this executor belongs to process {self._owner}; a forked child cannot use it", state=self._state.name
             )
-        super()._check_alive()
+        return super()._why_unusable()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -158,6 +166,8 @@ class MPExecutor(Executor):
             pairs = zip(args_per_rank, pending.ranks, strict=True)
             parcels = [(self._pack(call, own, (rank,)), (rank,)) for own, rank in pairs]
         sender = self._link.sender
+        if pending.waited:
+            self._inbox.claim(threading.get_ident())  # before a fast rank can wake somebody else to drain its reply
         with sender.lock:
             pending.call_id = call_id = self._calls.next_id()
             self._calls.open(pending)
@@ -179,24 +189,27 @@ class MPExecutor(Executor):
     def _pack(self, call: Call, args: tuple[Any, ...], ranks: tuple[int, ...]) -> Parcel:
         content = (call.method, args, call.kwargs or {}, call.reply_ranks)
         if type(call.method) is str and is_plain(args) and (not call.kwargs or is_plain(tuple(call.kwargs.values()))):
-            return self._link.sender.pack(Frame(pickle.dumps(content, pickle.HIGHEST_PROTOCOL)), ranks)
+            payload = pickle.dumps(content, PROTOCOL)
+            if len(payload) <= self._link.sender.inline:
+                return Parcel(payload, (), 0)
+            return self._link.sender.pack(Frame(payload), ranks)
         return self._link.sender.pack(encode(content, f"the arguments of {call.name!r}"), ranks)
 
     def _send(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> None:
         """Write a record, or keep it in order until there is room; with the send lock held."""
         if self._backlog or not self._link.sender.try_send(kind, call_id, parcel, ranks):
             self._backlog.append((kind, call_id, parcel, ranks))
+            self.has_backlog = True
             self._link.board.words[WANT_SPACE] = 1
 
     def flush(self) -> None:
         """Send what had found no room, in order. Called by whoever pumps."""
-        if not self._backlog:
-            return
         sender = self._link.sender
         with sender.lock:
             while self._backlog and sender.try_send(*self._backlog[0]):
                 self._backlog.popleft()
             if not self._backlog:
+                self.has_backlog = False
                 self._link.board.words[WANT_SPACE] = 0
         sender.ring_doorbells()
 
@@ -407,6 +420,10 @@ class MPExecutor(Executor):
             self._group.monitor.wake()  # it sleeps until the soonest expiry that it knows
         pending.on_failure = lambda _: self._group.monitor.wake()
 
+    def _give_up(self, pending: PendingCall | None) -> None:
+        self._inbox.let_go(threading.get_ident())
+        super()._give_up(pending)
+
     def _abandon(self, pending: PendingCall) -> None:
         if pending.done or self._calls.get(pending.call_id) is not pending:
             return
@@ -567,6 +584,17 @@ class MPExecutor(Executor):
         if self._state not in (State.READY, State.RUNNING, State.STOPPED):
             return False
         return all(process.state() in ("running", "uninterruptible") for process in self._group.processes)
+
+
+_executors: weakref.WeakSet[MPExecutor] = weakref.WeakSet()
+
+
+def _disown_in_child() -> None:
+    for executor in list(_executors):
+        executor._usable = False
+
+
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def _release_forgotten(group: RankGroup, opened: contextlib.ExitStack, stop_timeout: float) -> None:

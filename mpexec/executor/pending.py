@@ -55,11 +55,23 @@ class PendingCall:
         defer: Runs the callbacks of `on_done` at a better moment than in the midst of draining.
     """
 
-    __slots__ = (
-        "_failures", "_first_failure_ns", "_grace_ns", "_on_done", "_report_ns", "_step_ns", "_watchers", "bare",
-        "call_id", "closer", "deadline", "defer", "done", "error", "gate", "method", "missing", "on_failure", "ranks",
-        "reply_ranks", "reports", "stuck", "timed_out", "values", "waited",
-    )  # fmt: skip
+    # Defaults on the class: a call is made a hundred thousand times a second, and most of these never change.
+    error: BaseException | None = None
+    done = False
+    stuck = False
+    timed_out = False
+    reports = True
+    waited = False
+    gate: threading.Lock | None = None
+    closer: Callable[[PendingCall], None] | None = None
+    on_failure: Callable[[PendingCall], None] | None = None
+    defer: Callable[[Callable[[], None]], None] | None = None
+    _failures: tuple[_Ending, ...] = ()
+    _first_failure_ns = 0
+    _on_done: list[Callable[[PendingCall], None]] | None = None
+    _watchers: list[Callable[[], None]] | None = None
+    _report_ns = 0
+    _step_ns = _FIRST_REPORT_NS
 
     def __init__(
         self,
@@ -80,30 +92,18 @@ class PendingCall:
         self.bare = bare
         self.missing = set(ranks)
         self.values: dict[int, Any] = {}
-        self.error: BaseException | None = None
-        self.done = False
-        self.stuck = False
-        self.timed_out = False
-        self.reports = True
-        self.gate: threading.Lock | None = None
-        self.waited = False
-        self.closer: Callable[[PendingCall], None] | None = None
-        self.on_failure: Callable[[PendingCall], None] | None = None
-        self.defer: Callable[[Callable[[], None]], None] | None = None
-        self._failures: list[_Ending] = []
-        self._first_failure_ns = 0
-        self._grace_ns = None if grace is None else int(grace * 1e9)
-        self._on_done: list[Callable[[PendingCall], None]] | None = None
-        self._watchers: list[Callable[[], None]] | None = None
-        self._report_ns = 0
-        self._step_ns = _FIRST_REPORT_NS
+        self._grace = grace
 
     def accept(self, rank: int, value: Any) -> None:
         """A rank has finished."""
-        self.missing.discard(rank)
+        missing = self.missing
+        missing.discard(rank)
         self.values[rank] = value
-        if not self.missing and not self.done:
-            self.settle(0)
+        if not missing:
+            if self._failures:
+                self.settle(time.monotonic_ns())
+            elif not self.timed_out:
+                self.finish(None)
 
     def accept_failure(self, failure: Failure) -> None:
         """A rank has failed."""
@@ -113,7 +113,7 @@ class PendingCall:
         """Note a failure of a rank; the call ends later, see `settle`."""
         now = time.monotonic_ns()
         self.missing.discard(rank)
-        self._failures.append(_Ending(error, rank, at_ns or now, consequence))
+        self._failures = (*self._failures, _Ending(error, rank, at_ns or now, consequence))
         if not self._first_failure_ns:
             self._first_failure_ns = now
             if self.on_failure is not None:
@@ -135,8 +135,7 @@ class PendingCall:
         if self._failures:
             held = now < self._held_until()
             if self.missing:
-                grace = self._grace_ns
-                if grace is None or now < self._first_failure_ns + grace or held:
+                if self._grace is None or now < self._grace_end(self._grace) or held:
                     return False
                 self.stuck = True
             elif held:
@@ -147,6 +146,9 @@ class PendingCall:
             return False
         self.finish(None)
         return True
+
+    def _grace_end(self, grace: float) -> int:
+        return self._first_failure_ns + int(grace * 1e9)
 
     def _held_until(self) -> int:
         only_consequences = all(ending.consequence for ending in self._failures)
@@ -187,7 +189,8 @@ class PendingCall:
         gate = self.gate
         if gate is not None:
             open_gate(gate)
-        self._changed()
+        if self._watchers:
+            self._changed()
 
     def on_done(self, callback: Callable[[PendingCall], None]) -> None:
         """Call `callback(self)` when the call is over; at once if it is over already."""
@@ -228,8 +231,8 @@ class PendingCall:
         if self._failures:
             if not self.missing:
                 moments.append(self._held_until())
-            elif self._grace_ns is not None:
-                moments.append(max(self._first_failure_ns + self._grace_ns, self._held_until()))
+            elif self._grace is not None:
+                moments.append(max(self._grace_end(self._grace), self._held_until()))
         if self.deadline.at_ns is not None:
             moments.append(self.deadline.at_ns)
         elif self.waited and self.reports:

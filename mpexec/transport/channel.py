@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import Any
 
@@ -40,6 +41,7 @@ class Sender:
     Attributes:
         ring: The ring that it writes.
         pool: The pool of its large buffers.
+        inline: Bytes up to which a payload goes into the ring itself.
         lock: Held while a record is written; a caller takes it to keep several records together.
     """
 
@@ -47,19 +49,19 @@ class Sender:
         self.ring = ring
         self.pool = pool
         self.lock = threading.RLock()
-        self._bells = doorbells
-        self._inline = ring.largest - 4096
+        self._bells = [(ring.parked_word(reader), bell) for reader, bell in enumerate(doorbells)]
+        self.inline = ring.largest - 4096
 
     def pack(self, frame: Frame, readers: tuple[int, ...]) -> Parcel:
         """Copy the large parts of a frame into slots. Outside any lock, because it takes as long as the copy."""
-        if not frame.buffers and len(frame.payload) <= self._inline:
+        if not frame.buffers and len(frame.payload) <= self.inline:
             return Parcel(frame.payload, (), 0)
         slots: list[Buffer] = []
         try:
             for source, private in zip(frame.buffers, frame.private, strict=True):
                 slots.append(self.pool.store(source, readers, private=private))
             # Many buffers make a long table, which counts towards the record too.
-            if len(frame.payload) + 32 * len(slots) <= self._inline:
+            if len(frame.payload) + 32 * len(slots) <= self.inline:
                 return Parcel(frame.payload, tuple(slots), 0)
             slots.append(self.pool.store(memoryview(frame.payload), readers, private=False))
         except BaseException:
@@ -83,16 +85,16 @@ class Sender:
     def ring_doorbells(self) -> None:
         """Wake the readers that sleep. The fence orders the record before the look at their parked words."""
         linux.fence()
-        ring = self.ring
-        for reader, bell in enumerate(self._bells):
-            if ring.parked(reader):
+        words = self.ring.words
+        for parked, bell in self._bells:
+            if words[parked]:
                 linux.ring_eventfd(bell.fd)
 
     def close(self) -> None:
         """Close pool and doorbells; the ring's segment belongs to whoever made it."""
         self.ring.release()
         self.pool.close()
-        for bell in self._bells:
+        for _, bell in self._bells:
             bell.close()
 
 
@@ -109,7 +111,7 @@ class Receiver:
     def open(self, record: Record) -> Any:
         """Rebuild the object of a record; raises whatever unpickling raises. The record may be advanced afterwards."""
         if not record.buffers:
-            return decode(record.payload)
+            return pickle.loads(record.payload)
         views = [self.pool.view(buffer) for buffer in record.buffers]
         payload: Any = views.pop() if record.flags & _IN_SLOT else record.payload
         return decode(payload, views)

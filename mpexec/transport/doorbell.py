@@ -6,9 +6,9 @@ import os
 import time
 from collections.abc import Callable
 
-_YIELDS = 60  # about 48 us of own CPU; a budget in yields lets the other ranks run where cores are few
-_WALL_NS = 300_000
-_CONTENDED_NS = 1_000_000  # one yield that took this long: the cores are busy, and spinning hurts the spinner
+YIELDS = 60  # about 48 us of own CPU; a budget in yields lets the other ranks run where cores are few
+WALL_NS = 300_000
+CONTENDED_NS = 1_000_000  # one yield that took this long: the cores are busy, and spinning hurts the spinner
 _CONTENDED_PAUSE = 256  # waits without a spin after that
 _LONGEST_PAUSE = 64
 
@@ -23,7 +23,7 @@ class Spinner:
 
     __slots__ = ("_pause", "_skip", "_yields")
 
-    def __init__(self, yields: int = _YIELDS) -> None:
+    def __init__(self, yields: int = YIELDS) -> None:
         self._yields = yields
         self._pause = 0
         self._skip = 0
@@ -38,21 +38,29 @@ class Spinner:
     def spin(self, found: Callable[[], bool]) -> bool:
         """Yield the core and ask `found` until it is true or the budget is used up."""
         last = time.monotonic_ns()
-        end = last + _WALL_NS
+        end = last + WALL_NS
         for _ in range(self._yields):
             os.sched_yield()
+            now = time.monotonic_ns()
+            if now - last > CONTENDED_NS:
+                self.contended()
+                return found()
             if found():
                 self._pause = 0
                 return True
-            now = time.monotonic_ns()
-            if now - last > _CONTENDED_NS:
-                self._skip = _CONTENDED_PAUSE
-                return False
             if now > end:
                 break
             last = now
         self.missed()
         return False
+
+    def contended(self) -> None:
+        """One yield took longer than `CONTENDED_NS`: whatever it found, the cores are busy; block from now on."""
+        self._skip = _CONTENDED_PAUSE
+
+    def hit(self) -> None:
+        """A spin has found something: go on spinning."""
+        self._pause = 0
 
     def missed(self) -> None:
         """A spin found nothing: spin less often."""
@@ -61,5 +69,5 @@ class Spinner:
 
     def woke_after(self, parked_ns: int) -> None:
         """A parked wait ended after `parked_ns`; if a spin would have seen it, spin again from now on."""
-        if parked_ns < _WALL_NS and self._skip < _CONTENDED_PAUSE // 2:
+        if parked_ns < WALL_NS and self._skip < _CONTENDED_PAUSE // 2:
             self._skip = self._pause = 0

@@ -9,6 +9,7 @@ queue; positions in place of flag bytes make a lost step visible and a record as
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
 
@@ -36,6 +37,10 @@ _PARKED = 1  # after a reader's tail: it sleeps, ring its doorbell
 _NEEDS_FENCE = platform.machine() not in ("x86_64", "AMD64", "i686")
 
 
+_UNPACK_HEADER = _HEADER.unpack_from
+_NO_BUFFERS: tuple[Buffer, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Where one large buffer lies: `length` bytes at `offset` of the writer's pool, in a slot marked with `mark`.
@@ -51,25 +56,20 @@ class Buffer:
 
 
 class Record:
-    """One record as a reader finds it; `payload` points into the ring and is valid until `advance`."""
+    """One record as a reader finds it; `payload` points into the ring and is valid until `advance`.
+
+    A reader has one of these and fills it anew for each record.
+    """
 
     __slots__ = ("buffers", "call_id", "flags", "kind", "payload", "ranks")
 
-    def __init__(
-        self,
-        kind: int,
-        flags: int,
-        call_id: int,
-        ranks: tuple[int, ...] | None,
-        buffers: list[Buffer],
-        payload: memoryview,
-    ) -> None:
-        self.kind = kind
-        self.flags = flags
-        self.call_id = call_id
-        self.ranks = ranks
-        self.buffers = buffers
-        self.payload = payload
+    def __init__(self) -> None:
+        self.kind = 0
+        self.flags = 0
+        self.call_id = 0
+        self.ranks: tuple[int, ...] | None = None
+        self.buffers: Sequence[Buffer] = _NO_BUFFERS
+        self.payload = memoryview(b"")
 
 
 def _header_bytes(readers: int) -> int:
@@ -123,9 +123,10 @@ class RingWriter(_Side):
             linux.fence()
         self._free_until = slowest + self.capacity
 
-    def parked(self, reader: int) -> int:
-        """What the reader has put in its parked word: not 0 if it wants its doorbell rung. Fence before asking."""
-        return self.words[_FIRST_READER + _READER_WORDS * reader + _PARKED]
+    @staticmethod
+    def parked_word(reader: int) -> int:
+        """Index of the word that is not 0 while a reader wants its doorbell rung. Fence before looking."""
+        return _FIRST_READER + _READER_WORDS * reader + _PARKED
 
     @property
     def backlog(self) -> int:
@@ -201,6 +202,7 @@ class RingReader(_Side):
         super().__init__(segment, readers, generation)
         self._tail_word = _FIRST_READER + _READER_WORDS * reader
         self.tail = 0
+        self._record = Record()
         self._sequence = 0
         self._next = 0
         self.busy = False
@@ -233,23 +235,27 @@ class RingReader(_Side):
         if capacity - at < _HEADER_BYTES:
             tail += capacity - at
             at = 0
-        header = _HEADER.unpack_from(self._data, at)
+        header = _UNPACK_HEADER(self._data, at)
         if header[4] == _PAD:
             self._check(header)
             tail += capacity - at
             at = 0
-            header = _HEADER.unpack_from(self._data, 0)
-        self._check(header)
-        _, _, _, call_id, kind, flags, n_ranks, n_buffers, length = header
+            header = _UNPACK_HEADER(self._data, 0)
+        magic, generation, sequence, call_id, kind, flags, n_ranks, n_buffers, length = header
+        if magic != MAGIC or generation != self._generation or sequence != self._sequence:
+            self._check(header)
         place = at + _HEADER_BYTES
-        ranks: tuple[int, ...] | None = None
-        buffers: list[Buffer] = []
+        record = self._record
+        record.kind, record.flags, record.call_id = kind, flags, call_id
         if n_ranks or n_buffers:
-            place, ranks, buffers = self._read_tables(place, n_ranks, n_buffers)
-        self._next = tail + (place - at) + (length + 7 & ~7)
+            place, record.ranks, record.buffers = self._read_tables(place, n_ranks, n_buffers)
+        else:
+            record.ranks, record.buffers = None, _NO_BUFFERS
+        self._next = tail + place - at + (length + 7 & ~7)
         if self._next > head:
             raise TransportError(f"record {self._sequence} ends at {self._next}, beyond the ring's head at {head}")
-        return Record(kind, flags, call_id, ranks, buffers, self._data[place : place + length])
+        record.payload = self._data[place : place + length]
+        return record
 
     def _check(self, header: tuple[int, ...]) -> None:
         expected = (MAGIC, self._generation, self._sequence)
@@ -282,8 +288,6 @@ class RingReader(_Side):
         self.words[self._tail_word] = self._next
 
     def writer_wants_space(self) -> bool:
-        """True if the writer waits for room; asked after `advance`, and only in a ring over half full."""
-        if not self.busy:
-            return False
+        """True if the writer waits for room; asked after `advance`, and only if the ring was `busy`: over half full."""
         linux.fence()
         return self.words[WANT_SPACE] != 0

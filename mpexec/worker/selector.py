@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable
+from typing import Any
 
 from mpexec.transport import linux
 from mpexec.transport.doorbell import Spinner
@@ -33,6 +34,14 @@ class RingSelector(selectors.EpollSelector):
         self._park = park
         self._spinner = Spinner()
         self._turns = 0
+        self._ring_events: Events = []
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        """As `selectors.BaseSelector.register`; what the doorbell's turn reports is made here, once."""
+        key = super().register(fileobj, events, data)
+        if key.fd == self._doorbell:
+            self._ring_events = [(key, selectors.EVENT_READ)]
+        return key
 
     def select(self, timeout: float | None = None) -> Events:
         """As `selectors.BaseSelector.select`."""
@@ -63,8 +72,7 @@ class RingSelector(selectors.EpollSelector):
         return events
 
     def _news(self) -> Events:
-        key = self.get_map().get(self._doorbell)
-        return [(key, selectors.EVENT_READ)] if key is not None else []
+        return self._ring_events
 
     def _with_news(self, events: Events) -> Events:
         for index, (key, _) in enumerate(events):

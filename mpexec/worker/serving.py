@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import time
 from collections import deque
 from typing import Any
@@ -13,7 +14,7 @@ from mpexec.errors import MpexecError, SerializationError
 from mpexec.messages import Call, Failure
 from mpexec.transport import linux
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver, Sender
-from mpexec.transport.frame import dumps, encode
+from mpexec.transport.frame import PLAIN, PROTOCOL, dumps, encode
 from mpexec.transport.ring import DRIVER_PARKED, PROGRESS_CALL, PROGRESS_DONE, PROGRESS_SINCE, WANT_SPACE, Record
 from mpexec.worker.base_worker import BaseWorker
 from mpexec.worker.dispatch import Dispatcher
@@ -86,7 +87,7 @@ class RankServer:
             call = self._open(record)
             record.payload.release()
             ring.advance()
-            if ring.writer_wants_space():
+            if ring.busy and ring.writer_wants_space():
                 self._ring_driver()
             if call is not None:
                 self._run(call)
@@ -126,6 +127,8 @@ class RankServer:
             self._fail(call.call_id, call.name, error)
         elif value is None or not call.wants_value(self._rank):
             self._send(DONE, call.call_id, EMPTY)
+        elif type(value) in PLAIN and len(payload := pickle.dumps(value, PROTOCOL)) <= self._replies.inline:
+            self._send(DONE, call.call_id, Parcel(payload, (), 0))
         else:
             what = f"the value that rank {self._rank} returned from {call.name!r}"
             try:

@@ -427,6 +427,15 @@ def test_a_closed_reader_ends_it_quietly() -> None:
         assert no_process_left(ranks)
 
 
+@pytest.mark.parametrize("args", [["--help"], ["models"], ["models", "--json"]])
+def test_a_reader_that_never_reads_ends_it_quietly(args: list[str]) -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    done = subprocess.run([*COMMAND, *args], stdout=writable, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writable)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_a_full_disk_is_one_message() -> None:
     with open("/dev/full", "wb") as full, running("generate", PROMPT, stdout=full.fileno()) as process:
         returncode, stderr, _ = end_of(process, time.monotonic())

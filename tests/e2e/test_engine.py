@@ -247,6 +247,20 @@ def test_stop_from_another_thread_blocks_until_it_is_done(make_engine: MakeEngin
     assert not thread.is_alive()
 
 
+async def test_release_in_the_middle_of_a_request_ends_it_with_an_error(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    await engine.start_async()
+    outputs = engine.generate([1], many(1000))
+    await anext(outputs)
+    engine.release()
+    with pytest.raises(EngineStoppedError) as caught:
+        await count_of(outputs)
+    assert caught.value.__cause__ is None
+    engine.release()
+    await engine.stop_async()
+    await engine.release_async()
+
+
 async def test_stop_on_the_engines_own_thread_is_a_request_that_wait_tasks_sees(uni: MakeEngine) -> None:
     engine = uni()
     async with engine:

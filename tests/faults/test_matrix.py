@@ -184,7 +184,7 @@ def check_broken(executor: Any, root: BaseException) -> None:
         executor.collective_rpc("echo", args=(0,))
     cause = caught.value.__cause__
     assert type(cause) is type(root)
-    for fact in ("rank", "pid", "exit_code", "signal_name", "missing_ranks"):
+    for fact in ("rank", "pid", "exit_code", "signal_name", "method", "missing_ranks"):
         assert getattr(cause, fact, None) == getattr(root, fact, None)
     assert type(root).__name__ in executor.describe()["root_cause"]
     assert not leaks.await_gone(executor.pids, REAPED_S * LOAD)
