@@ -159,9 +159,9 @@ class MPExecutor(Executor):
     def _write(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
         pending.closer = pending.closer or self._closed_call
         pending.defer = self._inbox.later
-        everyone = pending.ranks is self._all_ranks
         if args_per_rank is None:
-            parcels = [(self._pack(call, call.args, pending.ranks), () if everyone else pending.ranks)]
+            addressed = () if pending.ranks is self._all_ranks else pending.ranks
+            parcels = [(self._pack(call, call.args, pending.ranks), addressed)]
         else:
             pairs = zip(args_per_rank, pending.ranks, strict=True)
             parcels = [(self._pack(call, own, (rank,)), (rank,)) for own, rank in pairs]
@@ -174,14 +174,17 @@ class MPExecutor(Executor):
             for parcel, ranks in parcels:
                 self._send(CALL, call_id, parcel, ranks)
         sender.ring_doorbells()
-        if not self._trim_planned and any(parcel.buffers for parcel, _ in parcels):
+        if parcels[0][0].buffers and not self._trim_planned:
             self._trim_planned = True
             self._group.monitor.wake()  # it sleeps, and there is a time now at which to give memory back
-        if self._stopping or self._state is State.BROKEN or self._state is State.RELEASED:
+        if not self._usable:
             self._end_late(pending)
 
     def _end_late(self, pending: PendingCall) -> None:
         """The state changed between the check and the sending: whoever ended the calls may have missed this one."""
+        if pending is self._background and self._root is None:
+            self._inbox.post(lambda: pending.finish(None))
+            return
         root = self._root
         error = broken_error(root) if root is not None else ExecutorStoppedError(f"{pending.method!r} was stopped")
         self._inbox.post(lambda: pending.end_with(error))
@@ -224,13 +227,16 @@ class MPExecutor(Executor):
         if record.kind == OUTPUT:
             self._on_output(receiver, record)
             return
-        pending = self._calls.get(record.call_id)
+        pending = self._calls.by_id.get(record.call_id)
         if pending is None:
             receiver.forget(record)
             self._calls.late += 1
             return
+        if not record.payload and not record.buffers and record.kind == DONE:
+            pending.accept(rank, None)
+            return
         try:
-            value = receiver.open(record) if record.payload or record.buffers else None
+            value = receiver.open(record)
         except Exception as error:  # unpickling runs user code, and a class may be missing here
             pending.fail(rank, _undecodable(error, rank, pending.method))
             return

@@ -270,18 +270,19 @@ class CallTable:
     """All calls in flight of one executor.
 
     Attributes:
+        by_id: The calls in flight.
         late: Replies that came for no call: of abandoned, timed out or stopped ones. Counted and dropped.
     """
 
     def __init__(self) -> None:
-        self._calls: dict[int, PendingCall] = {}
+        self.by_id: dict[int, PendingCall] = {}
         self._ended: dict[int, str] = {}
         self._ids = itertools.count(1)
         self.last_id = 0
         self.late = 0
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.by_id)
 
     def next_id(self) -> int:
         """A fresh call id. Ids ascend in the order of sending because they are taken under the send lock."""
@@ -290,24 +291,24 @@ class CallTable:
 
     def open(self, pending: PendingCall) -> None:
         """Enter a call; before its record is sent, or a fast reply would find nobody."""
-        self._calls[pending.call_id] = pending
+        self.by_id[pending.call_id] = pending
 
     def get(self, call_id: int) -> PendingCall | None:
         """The call with this id, if it is still in flight."""
-        return self._calls.get(call_id)
+        return self.by_id.get(call_id)
 
     def close(self, pending: PendingCall) -> None:
         """Forget a call; its later replies are late."""
-        self._calls.pop(pending.call_id, None)
+        self.by_id.pop(pending.call_id, None)
 
     def method_of(self, call_id: int) -> str | None:
         """The method of a call in flight, or of one that was in flight when all were ended."""
-        pending = self._calls.get(call_id)
+        pending = self.by_id.get(call_id)
         return pending.method if pending is not None else self._ended.get(call_id)
 
     def in_flight(self) -> list[PendingCall]:
         """The calls in flight, oldest first."""
-        return list(self._calls.values())
+        return list(self.by_id.values())
 
     def end_all(self, make_error: Callable[[PendingCall], BaseException], *, but: PendingCall | None = None) -> None:
         """End every call in flight, except `but`, with an error of its own."""

@@ -37,6 +37,7 @@ _PARKED = 1  # after a reader's tail: it sleeps, ring its doorbell
 _NEEDS_FENCE = platform.machine() not in ("x86_64", "AMD64", "i686")
 
 
+_PACK_HEADER = _HEADER.pack_into
 _UNPACK_HEADER = _HEADER.unpack_from
 _NO_BUFFERS: tuple[Buffer, ...] = ()
 
@@ -150,7 +151,7 @@ class RingWriter(_Side):
             TransportError: The record is longer than a quarter of the ring; such a payload belongs in a slot.
         """
         length = len(payload)
-        table = (len(ranks) * 4 + 7 & ~7) + len(buffers) * _BUFFER.size
+        table = (len(ranks) * 4 + 7 & ~7) + len(buffers) * _BUFFER.size if ranks or buffers else 0
         total = _HEADER_BYTES + table + (length + 7 & ~7)
         if total > self.largest:
             raise TransportError(f"a record of {total} bytes does not fit a ring of {self.capacity}: send it in a slot")
@@ -170,7 +171,7 @@ class RingWriter(_Side):
             head += skip
             at = 0
         data = self._data
-        _HEADER.pack_into(
+        _PACK_HEADER(
             data, at, MAGIC, self._generation, sequence, call_id, kind, flags, len(ranks), len(buffers), length
         )
         place = at + _HEADER_BYTES

@@ -46,6 +46,7 @@ class BaseWorker(TaskOwner):
         self._put_output = put_output
         self._report = report
         self.agent: ModelAgent | None = None
+        self._owners: dict[str, object] = {}  # whose method a name is, once it has been called
 
     def build_model(self) -> None:
         """Make the agent, bind its rank and device, and let it build its model; errors go to the starter."""
@@ -67,10 +68,14 @@ class BaseWorker(TaskOwner):
         Raises:
             AttributeError: Neither has it, or it begins with an underscore.
         """
+        owner = self._owners.get(name)
+        if owner is not None:
+            return getattr(owner, name)  # type: ignore[no-any-return]
         if not name.startswith("_"):
             for owner in (self, self.agent):
                 method = getattr(owner, name, None)
                 if callable(method):
+                    self._owners[name] = owner
                     return method  # type: ignore[no-any-return]
         raise AttributeError(
             f"neither {type(self).__name__} nor {type(self.agent).__name__} has a public method {name!r}"
@@ -109,6 +114,7 @@ class BaseWorker(TaskOwner):
     def release(self) -> None:
         """Release the agent. Works before `build_model`, after a failure, and twice."""
         agent, self.agent = self.agent, None
+        self._owners.clear()
         if agent is not None:
             agent.release()
 

@@ -202,7 +202,7 @@ class Agent(ModelAgent):
 
     def fail_with_cause(self) -> None:
         try:
-            {}["inner key"]  # noqa: B018
+            {}["inner key"]
         except KeyError as inner:
             raise MyError("outer") from inner
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest

@@ -22,7 +22,7 @@ def values(executor: Executor, make: Callable[[int], Any]) -> list[Any]:
     return [make(rank) for rank in range(executor.world_size)]
 
 
-# -- values and ranks ----------------------------------------------------------------------------------------------
+# -- values and ranks ------------------------------------------------------------------------------------------------
 
 
 def test_values_come_back_ordered_by_rank(executor: Executor) -> None:
@@ -115,7 +115,7 @@ def test_the_four_ways_to_call_agree(executor: Executor) -> None:
     assert executor.collective_rpc("take_log") == values(executor, lambda _: ["noted"])
 
 
-# -- refused before anything is sent -------------------------------------------------------------------------------
+# -- refused before anything is sent ---------------------------------------------------------------------------------
 
 
 def nothing_was_sent(executor: Executor) -> bool:
@@ -206,7 +206,7 @@ def test_a_timeout_beyond_every_clock_is_as_good_as_none(executor: Executor, tim
     assert executor.submit_rpc("where").result(10) == expected
 
 
-# -- submit and notify ---------------------------------------------------------------------------------------------
+# -- submit and notify -----------------------------------------------------------------------------------------------
 
 
 def test_submit_returns_before_the_call_has_ended(executor: Executor) -> None:
@@ -268,7 +268,7 @@ def test_notified_calls_keep_their_place_among_the_others(executor: Executor) ->
     assert executor.collective_rpc("take_log") == values(executor, lambda _: expected)
 
 
-# -- many callers ---------------------------------------------------------------------------------------------------
+# -- many callers ----------------------------------------------------------------------------------------------------
 
 
 # F065
@@ -340,7 +340,7 @@ async def test_the_loop_keeps_turning_while_a_call_waits(executor: Executor, go:
     assert await in_time(call) == "value"
 
 
-# -- the executor and its callers --------------------------------------------------------------------------------------
+# -- the executor and its callers ------------------------------------------------------------------------------------
 
 
 async def test_cancelling_an_await_cancels_the_coroutines_and_leaves_the_executor_usable(executor: Executor) -> None:

@@ -37,7 +37,7 @@ def usable(executor: Executor) -> bool:
     return bool(executor.collective_rpc("where", timeout=20) == list(range(executor.world_size)))
 
 
-# -- the original exception -----------------------------------------------------------------------------------------
+# -- the original exception ------------------------------------------------------------------------------------------
 
 
 # F034
@@ -163,7 +163,7 @@ def test_system_exit_in_process_is_a_failure_of_its_call(executor: Executor, met
     assert usable(executor)
 
 
-# -- values and arguments that cannot travel: in process they pass by reference, a difference that the design names ----
+# -- values and arguments that cannot travel: in process they pass by reference, a difference that the design names --
 
 
 # F040
@@ -243,7 +243,7 @@ def test_outcomes_that_reach_the_caller_can_be_pickled_on(executor: Executor) ->
         assert again.__notes__ == caught.value.__notes__
 
 
-# -- deadlines --------------------------------------------------------------------------------------------------------
+# -- deadlines -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["wait_for_file", "hold"])
@@ -407,7 +407,7 @@ def test_without_a_grace_a_failed_call_waits_for_every_rank(fresh: Callable[...,
     assert usable(executor)
 
 
-# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_abandons_the_call_and_leaves_the_executor_usable(executor: Executor) -> None:
@@ -468,7 +468,7 @@ def test_ctrl_c_at_any_moment_of_many_calls_loses_no_reply(executor: Executor) -
     assert executor.submit_rpc("echo", (2,), reply_ranks=0).result(20) == 2
 
 
-# -- start-up ------------------------------------------------------------------------------------------------------
+# -- start-up --------------------------------------------------------------------------------------------------------
 
 
 # F022

@@ -111,7 +111,7 @@ def test_the_methods_of_object_and_lifecycle_stay_callable_only_by_their_public_
             executor.collective_rpc(name)
 
 
-# -- warnings and choice -------------------------------------------------------------------------------------------
+# -- warnings and choice ---------------------------------------------------------------------------------------------
 
 
 def deprecations(work: Callable[[], Any]) -> list[warnings.WarningMessage]:
@@ -171,7 +171,7 @@ def test_a_choice_that_cannot_work_is_refused(options: dict[str, Any]) -> None:
         build_executor(Agent, **{**OPTIONS, **options})
 
 
-# -- what the driver imports ------------------------------------------------------------------------------------------
+# -- what the driver imports -----------------------------------------------------------------------------------------
 
 PROGRAM = """
     import sys

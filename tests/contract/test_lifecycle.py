@@ -38,7 +38,7 @@ def background_runs(executor: Executor) -> bool:
     return bool(executor.collective_rpc("has_background", timeout=20) == [True] * executor.world_size)
 
 
-# -- verbs in every order -------------------------------------------------------------------------------------------
+# -- verbs in every order --------------------------------------------------------------------------------------------
 
 
 def test_construction_ends_ready_and_start_runs_the_tasks(fresh: Fresh) -> None:
@@ -254,7 +254,7 @@ def test_stop_with_a_rank_stuck_in_a_method_is_bounded_and_ends_the_ranks(fresh:
     assert all(row["ended_by"] for row in executor.describe()["ranks"])
 
 
-# -- with, async with, run --------------------------------------------------------------------------------------------
+# -- with, async with, run -------------------------------------------------------------------------------------------
 
 
 def test_with_starts_and_releases(kind: str) -> None:
@@ -341,7 +341,7 @@ def test_with_releases_what_could_not_start(fresh: Fresh) -> None:
     assert executor.state is State.RELEASED
 
 
-# -- loops -------------------------------------------------------------------------------------------------------------
+# -- loops -----------------------------------------------------------------------------------------------------------
 
 
 # F116
@@ -450,7 +450,7 @@ async def test_stop_async_from_several_tasks(fresh: Fresh) -> None:
     assert executor.state is State.STOPPED
 
 
-# -- wait_tasks ----------------------------------------------------------------------------------------------------------
+# -- wait_tasks ------------------------------------------------------------------------------------------------------
 
 
 async def test_a_background_failure_on_the_last_rank_arrives_with_its_own_type(fresh: Fresh) -> None:

@@ -39,7 +39,7 @@ async def bounded(work: Any) -> Any:
         return await work
 
 
-# -- cancel_async_tasks ------------------------------------------------------------------------------------------------
+# -- cancel_async_tasks ----------------------------------------------------------------------------------------------
 
 
 async def test_cancelled_tasks_are_gone_when_cancel_returns() -> None:
@@ -139,7 +139,7 @@ async def test_errors_of_tasks_that_end_while_cancelled_are_retrieved() -> None:
     assert seen == []
 
 
-# -- wait_for_async_tasks -----------------------------------------------------------------------------------------------
+# -- wait_for_async_tasks --------------------------------------------------------------------------------------------
 
 
 async def test_waiting_returns_when_all_have_returned() -> None:
@@ -223,7 +223,7 @@ async def test_the_cause_of_an_error_is_not_erased() -> None:
     assert not caught.value.__suppress_context__ or caught.value.__cause__ is not None
 
 
-# -- TaskSet --------------------------------------------------------------------------------------------------------------
+# -- TaskSet ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_set_reports_a_failure_that_came_before_anybody_waited() -> None:
@@ -362,7 +362,7 @@ def test_leaving_passes_through_after_clean_up() -> None:
         assert cleaned == [1]
 
 
-# -- TaskOwner -----------------------------------------------------------------------------------------------------------
+# -- TaskOwner -------------------------------------------------------------------------------------------------------
 
 
 class Inner(TaskOwner):
