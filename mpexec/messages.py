@@ -34,10 +34,6 @@ class Call(NamedTuple):
         """The method's name, for people."""
         return method_name(self.method)
 
-    def wants_value(self, rank: int) -> bool:
-        """True if this rank's value travels back."""
-        return self.reply_ranks is None or rank in self.reply_ranks
-
 
 def method_name(method: str | Callable[..., Any]) -> str:
     """The name of a method or callable, for people."""

@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 from mpexec.config import Topology, WorkerSpec
-from mpexec.deadline import Deadline
+from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
 from mpexec.executor.pending import CallTable, PendingCall, broken_error
 from mpexec.executor.threads import in_thread
-from mpexec.messages import Call, method_name
+from mpexec.messages import method_name
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,9 @@ class Executor:
         self._usable = False  # the state allows calls; kept beside it because every call asks
         self._told = False  # a caller has been told why the executor is broken
         self._all_ranks = tuple(self.topology.ranks)
+        self._grace = self.spec.failure_grace
+        self._closer = self._closed_call
+        self._defer = self._run_callback
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -274,24 +277,28 @@ class Executor:
         """Check everything, open the call's entry and send it; `waits` if this thread is going to wait for it."""
         if not self._usable:
             raise self._why_unusable()
-        if type(method) is str and method not in self._methods:
-            raise AttributeError(f"no rank has a public method {method!r}; nothing was sent")
+        if type(method) is str:
+            name = method
+            if method not in self._methods:
+                raise AttributeError(f"no rank has a public method {method!r}; nothing was sent")
+        else:
+            name = method_name(_check_callable(method))
         if type(args) is not tuple:
             raise ConfigError(f"args must be a tuple, not {args!r}; for one argument write args=(value,)")
-        if type(method) is not str and not callable(method):
-            raise ConfigError(f"method must be a name or a callable that takes the worker, not {method!r}")
-        if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
-            raise ConfigError(f"kwargs must map names to values, not {kwargs!r}")
-        deadline = Deadline.after(timeout)
+        if kwargs is not None:
+            kwargs = _check_kwargs(kwargs)
+        deadline = NEVER if timeout is None else Deadline.after(timeout)
         chosen = self._all_ranks if ranks is None else self.topology.select(ranks)
-        bare = isinstance(reply_ranks, int)
         wanted = chosen if reply_ranks is None else self._check_reply_ranks(reply_ranks, chosen)
         if args_per_rank is not None:
             _check_scatter(args, args_per_rank, chosen)
-        pending = PendingCall(0, method_name(method), chosen, wanted, deadline, self.spec.failure_grace, bare=bare)
+        pending = PendingCall(0, name, chosen, wanted, deadline, self._grace)
+        if reply_ranks is not None:
+            pending.bare = isinstance(reply_ranks, int)
         pending.waited = waits
-        call = Call(0, method, args, dict(kwargs) if kwargs else {}, None if reply_ranks is None else wanted)
-        self._post(call, pending, args_per_rank)
+        pending.closer = self._closer
+        pending.defer = self._defer
+        self._post(pending, method, args, kwargs, None if reply_ranks is None else wanted, args_per_rank)
         return pending
 
     def _check_reply_ranks(self, reply_ranks: Ranks, chosen: tuple[int, ...]) -> tuple[int, ...]:
@@ -302,9 +309,25 @@ class Executor:
 
     # -- what a subclass provides ----------------------------------------------------------------------------------
 
-    def _post(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
+    def _post(
+        self,
+        pending: PendingCall,
+        method: Method,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        reply_ranks: tuple[int, ...] | None,
+        args_per_rank: Sequence[tuple[Any, ...]] | None,
+    ) -> None:
         """Give the call an id, enter it in the table, send it. Does not wait."""
         raise NotImplementedError
+
+    def _closed_call(self, pending: PendingCall) -> None:
+        """A call is over."""
+        raise NotImplementedError
+
+    def _run_callback(self, callback: Callable[[], None]) -> None:
+        """Run a user's callback at a moment at which it may do as it likes."""
+        callback()
 
     def _wait(self, pending: PendingCall) -> None:
         """Block this thread until the call is over."""
@@ -525,6 +548,18 @@ def make_spec(agent: Callable[..., Any] | WorkerSpec, options: Mapping[str, Any]
     if given.get("env", ...) is None:
         given["env"] = {}
     return agent.with_changes(**given) if isinstance(agent, WorkerSpec) else WorkerSpec(agent=agent, **given)
+
+
+def _check_callable(method: Any) -> Callable[..., Any]:
+    if not callable(method):
+        raise ConfigError(f"method must be a name or a callable that takes the worker, not {method!r}")
+    return method  # type: ignore[no-any-return]
+
+
+def _check_kwargs(kwargs: Any) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ConfigError(f"kwargs must map names to values, not {kwargs!r}")
+    return dict(kwargs)
 
 
 def _check_scatter(args: tuple[Any, ...], args_per_rank: Sequence[tuple[Any, ...]], chosen: tuple[int, ...]) -> None:

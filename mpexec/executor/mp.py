@@ -25,14 +25,14 @@ from mpexec.errors import (
     TransportError,
     WrongStateError,
 )
-from mpexec.executor.base import Executor, State
+from mpexec.executor.base import Executor, Method, State
 from mpexec.executor.group import RankGroup, died_error
 from mpexec.executor.inbox import Inbox, Waitable
 from mpexec.executor.link import Link
 from mpexec.executor.outputs import Outputs
 from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
 from mpexec.executor.stacks import collect_stacks
-from mpexec.messages import Call, Failure
+from mpexec.messages import Failure
 from mpexec.processes import Death, refuse_while_importing_main
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver
 from mpexec.transport.frame import PROTOCOL, Frame, encode, is_plain
@@ -148,29 +148,46 @@ class MPExecutor(Executor):
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def _post(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
+    def _post(
+        self,
+        pending: PendingCall,
+        method: Method,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        reply_ranks: tuple[int, ...] | None,
+        args_per_rank: Sequence[tuple[Any, ...]] | None,
+    ) -> None:
         try:
-            self._write(call, pending, args_per_rank)
+            if args_per_rank is None:
+                addressed = () if pending.ranks is self._all_ranks else pending.ranks
+                parcels = [(self._pack(pending, (method, args, kwargs or {}, reply_ranks), pending.ranks), addressed)]
+            else:
+                parcels = [
+                    (self._pack(pending, (method, own, kwargs or {}, reply_ranks), (rank,)), (rank,))
+                    for own, rank in zip(args_per_rank, pending.ranks, strict=True)
+                ]
+            self._write(pending, parcels)
         except (ValueError, OSError) as error:
             if self._state is not State.RELEASED:
                 raise
             raise ExecutorStoppedError("the executor was released meanwhile") from error
 
-    def _write(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
-        pending.closer = pending.closer or self._closed_call
-        pending.defer = self._inbox.later
-        if args_per_rank is None:
-            addressed = () if pending.ranks is self._all_ranks else pending.ranks
-            parcels = [(self._pack(call, call.args, pending.ranks), addressed)]
-        else:
-            pairs = zip(args_per_rank, pending.ranks, strict=True)
-            parcels = [(self._pack(call, own, (rank,)), (rank,)) for own, rank in pairs]
+    def _pack(self, pending: PendingCall, content: tuple[Any, ...], ranks: tuple[int, ...]) -> Parcel:
+        """Pickle a call's content: method, args, kwargs, reply ranks."""
+        method, args, kwargs, _ = content
+        sender = self._link.sender
+        if type(method) is str and is_plain(args) and (not kwargs or is_plain(tuple(kwargs.values()))):
+            payload = pickle.dumps(content, PROTOCOL)
+            return Parcel(payload, (), 0) if len(payload) <= sender.inline else sender.pack(Frame(payload), ranks)
+        return sender.pack(encode(content, f"the arguments of {pending.method!r}"), ranks)
+
+    def _write(self, pending: PendingCall, parcels: list[tuple[Parcel, tuple[int, ...]]]) -> None:
         sender = self._link.sender
         if pending.waited:
             self._inbox.claim(threading.get_ident())  # before a fast rank can wake somebody else to drain its reply
         with sender.lock:
             pending.call_id = call_id = self._calls.next_id()
-            self._calls.open(pending)
+            self._calls.by_id[call_id] = pending  # before the record is out, or a fast reply would find nobody
             for parcel, ranks in parcels:
                 self._send(CALL, call_id, parcel, ranks)
         sender.ring_doorbells()
@@ -189,18 +206,11 @@ class MPExecutor(Executor):
         error = broken_error(root) if root is not None else ExecutorStoppedError(f"{pending.method!r} was stopped")
         self._inbox.post(lambda: pending.end_with(error))
 
-    def _pack(self, call: Call, args: tuple[Any, ...], ranks: tuple[int, ...]) -> Parcel:
-        content = (call.method, args, call.kwargs or {}, call.reply_ranks)
-        if type(call.method) is str and is_plain(args) and (not call.kwargs or is_plain(tuple(call.kwargs.values()))):
-            payload = pickle.dumps(content, PROTOCOL)
-            if len(payload) <= self._link.sender.inline:
-                return Parcel(payload, (), 0)
-            return self._link.sender.pack(Frame(payload), ranks)
-        return self._link.sender.pack(encode(content, f"the arguments of {call.name!r}"), ranks)
-
     def _send(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> None:
         """Write a record, or keep it in order until there is room; with the send lock held."""
-        if self._backlog or not self._link.sender.try_send(kind, call_id, parcel, ranks):
+        if self._backlog or not self._link.sender.ring.try_write(
+            kind, call_id, parcel.payload, flags=parcel.flags, ranks=ranks, buffers=parcel.buffers
+        ):
             self._backlog.append((kind, call_id, parcel, ranks))
             self.has_backlog = True
             self._link.board.words[WANT_SPACE] = 1
@@ -349,6 +359,7 @@ class MPExecutor(Executor):
         pending.reports = False
         pending.on_failure = self._stop_others
         pending.closer = self._background_over
+        pending.defer = self._defer
         return pending
 
     def _stop_others(self, background: PendingCall) -> None:
@@ -426,6 +437,9 @@ class MPExecutor(Executor):
             self._group.monitor.wake()  # it sleeps until the soonest expiry that it knows
         pending.on_failure = lambda _: self._group.monitor.wake()
 
+    def _run_callback(self, callback: Callable[[], None]) -> None:
+        self._inbox.later(callback)
+
     def _give_up(self, pending: PendingCall | None) -> None:
         self._inbox.let_go(threading.get_ident())
         super()._give_up(pending)
@@ -486,14 +500,13 @@ class MPExecutor(Executor):
             if self._state is not State.BROKEN:
                 self._stop_once()
             raise
-        call = Call(0, "wait_tasks", reply_ranks=())
         background = self._new_background()
         earlier = self._background
         with self._state_lock:
             self._check_alive()
             self._enter(State.RUNNING)
             self._background = background
-        self._post(call, background, None)
+        self._post(background, "wait_tasks", (), None, (), None)
         self._inbox.count_unwaited(1, covered=True)
         background.on_done(lambda _: self._inbox.count_unwaited(-1, covered=True))
         if earlier is not None and earlier.error is not None and not earlier.call_id:

@@ -60,6 +60,7 @@ class PendingCall:
     done = False
     stuck = False
     timed_out = False
+    bare = False
     reports = True
     waited = False
     gate: threading.Lock | None = None
@@ -81,15 +82,12 @@ class PendingCall:
         reply_ranks: tuple[int, ...],
         deadline: Deadline,
         grace: float | None,
-        *,
-        bare: bool = False,
     ) -> None:
         self.call_id = call_id
         self.method = method
         self.ranks = ranks
         self.reply_ranks = reply_ranks
         self.deadline = deadline
-        self.bare = bare
         self.missing = set(ranks)
         self.values: dict[int, Any] = {}
         self._grace = grace
@@ -288,10 +286,6 @@ class CallTable:
         """A fresh call id. Ids ascend in the order of sending because they are taken under the send lock."""
         self.last_id = next(self._ids)
         return self.last_id
-
-    def open(self, pending: PendingCall) -> None:
-        """Enter a call; before its record is sent, or a fast reply would find nobody."""
-        self.by_id[pending.call_id] = pending
 
     def get(self, call_id: int) -> PendingCall | None:
         """The call with this id, if it is still in flight."""

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, RPCTimeoutError, StartupError
-from mpexec.executor.base import Executor, State
+from mpexec.executor.base import Executor, Method, State
 from mpexec.executor.outputs import Outputs, OutputWait
 from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
 from mpexec.messages import Call, Failure
@@ -56,6 +57,8 @@ class UniExecutor(Executor):
         self._dispatcher: Dispatcher | None = None
         self._own_loop = asyncio.SelectorEventLoop()
         self._drop_until = 0
+        self._queue: deque[Call] = deque()
+        self._just_started = False
         self._worker_stopping: concurrent.futures.Future[None] | None = None
         self._current: tuple[Call, int] | None = None
         self._thread = threading.Thread(target=self._run_loop, name="mpexec-uni", daemon=True)
@@ -116,27 +119,38 @@ class UniExecutor(Executor):
         error.__cause__ = failure[0] if failure else None
         raise error
 
-    def _post(self, call: Call, pending: PendingCall, args_per_rank: Sequence[tuple[Any, ...]] | None) -> None:
-        if args_per_rank is not None:
-            call = Call(0, call.method, args_per_rank[0], call.kwargs, call.reply_ranks)
-        pending.closer = pending.closer or self._closed_call
+    def _post(
+        self,
+        pending: PendingCall,
+        method: Method,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        reply_ranks: tuple[int, ...] | None,
+        args_per_rank: Sequence[tuple[Any, ...]] | None,
+    ) -> None:
         with self._lock:
-            pending.call_id = self._calls.next_id()
-            self._calls.open(pending)
-            call = Call(pending.call_id, call.method, call.args, call.kwargs, call.reply_ranks)
             if self._own_loop.is_closed():
-                self._calls.close(pending)
                 raise ExecutorStoppedError("the executor was released meanwhile")
-            self._own_loop.call_soon_threadsafe(self._run_call, call)
+            pending.call_id = self._calls.next_id()
+            self._calls.by_id[pending.call_id] = pending
+            own = args if args_per_rank is None else args_per_rank[0]
+            self._queue.append(Call(pending.call_id, method, own, kwargs or {}, reply_ranks))
+            self._own_loop.call_soon_threadsafe(self._run_next)
         if self._root is not None:
             pending.end_with(broken_error(self._root))
 
-    def _run_call(self, call: Call) -> None:
+    def _run_next(self) -> None:
+        """Run one call; after a coroutine was started, its first step comes before the next call."""
+        if self._just_started:
+            self._just_started = False
+            self._own_loop.call_soon(self._run_next)
+            return
+        call = self._queue.popleft()
         if call.call_id <= self._drop_until or self._dispatcher is None:
             return
         self._current = (call, time.monotonic_ns())
         try:
-            self._dispatcher.run(call)
+            self._just_started = self._dispatcher.run(call)
         finally:
             self._current = None
 
@@ -146,7 +160,7 @@ class UniExecutor(Executor):
             self._calls.late += 1
         elif error is None:
             with self._lock:
-                pending.accept(0, value if call.wants_value(0) else None)
+                pending.accept(0, value)
         else:
             failure = Failure.of(error, call_id=call.call_id, rank=0, method=call.name, dumps=_never_pickled)
             with self._lock:
@@ -349,7 +363,7 @@ class UniExecutor(Executor):
             self._check_alive()
             self._enter(State.RUNNING)
             self._background = background
-        self._post(Call(0, "wait_tasks", reply_ranks=()), background, None)
+        self._post(background, "wait_tasks", (), None, (), None)
         if earlier is not None and earlier.error is not None and not earlier.call_id:
             self._background_failed(earlier.error)
 

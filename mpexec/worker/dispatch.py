@@ -6,8 +6,8 @@ Both kinds of executor use it, so that a call means the same in a rank and in th
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable
+from types import CoroutineType
 from typing import Any
 
 from mpexec.messages import Call
@@ -33,24 +33,28 @@ class Dispatcher:
         self._passing: tuple[type[BaseException], ...] = (SystemExit, KeyboardInterrupt) if exits_pass else ()
         self._running: dict[int, tuple[Call, AnyTask]] = {}
 
-    def run(self, call: Call) -> None:
-        """Run a sync method to its end, or start a coroutine; in the order in which this is called."""
+    def run(self, call: Call) -> bool:
+        """Run a sync method to its end, or start a coroutine; in the order in which this is called.
+
+        Returns:
+            True if a coroutine was started. Its first step is the loop's next: let it come before the next call.
+        """
+        _, method, args, kwargs, _ = call
         try:
-            result = self._invoke(call)
+            if type(method) is str:
+                result = self._worker.find(method)(*args, **kwargs)
+            else:
+                result = method(self._worker, *args, **kwargs)  # type: ignore[operator]
         except self._passing:
             raise
         except BaseException as error:  # also what is no Exception: every call is answered
             self._report(call, None, error)
-            return
-        if inspect.iscoroutine(result):
+            return False
+        if type(result) is CoroutineType:
             self._start(call, result)
-        else:
-            self._report(call, result, None)
-
-    def _invoke(self, call: Call) -> Any:
-        if isinstance(call.method, str):
-            return self._worker.find(call.method)(*call.args, **call.kwargs)
-        return call.method(self._worker, *call.args, **call.kwargs)
+            return True
+        self._report(call, result, None)
+        return False
 
     def _start(self, call: Call, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"call {call.call_id} {call.name}")

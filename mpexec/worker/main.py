@@ -25,7 +25,7 @@ from mpexec.transport.segment import Segment
 from mpexec.worker.base_worker import BaseWorker
 from mpexec.worker.control import ControlThread
 from mpexec.worker.rendezvous import choose_device, join_process_group, leave_process_group, set_threads
-from mpexec.worker.selector import RingSelector
+from mpexec.worker.selector import RankLoop, RingSelector
 from mpexec.worker.serving import RankServer
 
 if TYPE_CHECKING:
@@ -118,9 +118,10 @@ def _build(spec: WorkerSpec, boot: Boot, server: RankServer, report: Any) -> tup
 
 def _serve(spec: WorkerSpec, worker: BaseWorker, server: RankServer, control: ControlThread, bell: int) -> None:
     gc.freeze()  # what building left is permanent; collections need not look at it again
-    loop = asyncio.SelectorEventLoop(RingSelector(bell, server.idle_news, server.park))
+    selector = RingSelector(bell, server.has_news, server.serve_calls, server.park)
+    loop = RankLoop(selector)
     asyncio.set_event_loop(loop)
-    loop.add_reader(bell, server.on_doorbell)
+    loop.add_reader(bell, lambda: None)  # it only has to end the sleep
     code = 0
     try:
         control.use_loop(loop)

@@ -1,7 +1,12 @@
-"""The selector of a rank's event loop: it looks at the call ring before it asks the kernel, and spins a little."""
+"""The event loop of a rank: its selector looks at the call ring before it asks the kernel, and serves calls there.
+
+A call is served without a turn of the loop, as long as serving it has left the loop nothing to do. Spinning in the
+selector, instead of in a callback, keeps tasks fair and timers exact: it happens only when the loop would sleep.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import selectors
 import time
 from collections.abc import Callable
@@ -10,59 +15,55 @@ from typing import Any
 from mpexec.transport import linux
 from mpexec.transport.doorbell import Spinner
 
-_LOOK_AROUND = 16  # turns with calls waiting, after which the other descriptors are looked at too
+_LOOK_AROUND = 16  # calls served in a row, after which the other descriptors and the timers are looked at
 
 Events = list[tuple[selectors.SelectorKey, int]]
 
 
 class RingSelector(selectors.EpollSelector):
-    """Reports the doorbell as readable whenever the ring has news, which costs no system call.
-
-    Spinning here, instead of in a callback, keeps tasks fair and timers exact: it happens only when the loop has
-    nothing to do.
+    """Serves calls whenever the loop asks what is ready.
 
     Args:
-        doorbell: The eventfd that the driver rings when this rank is parked.
-        has_news: True if the doorbell's callback has something to do.
+        doorbell: The eventfd that the driver rings when this rank is parked; registered here.
+        has_news: True if `serve` has something to do.
+        serve: Runs calls that have come. What it raises ends the loop.
         park: Called with True just before the loop sleeps and with False after.
     """
 
-    def __init__(self, doorbell: int, has_news: Callable[[], bool], park: Callable[[bool], None]) -> None:
+    def __init__(
+        self, doorbell: int, has_news: Callable[[], bool], serve: Callable[[], None], park: Callable[[bool], None]
+    ) -> None:
         super().__init__()
         self._doorbell = doorbell
         self._has_news = has_news
+        self._serve = serve
         self._park = park
         self._spinner = Spinner()
-        self._turns = 0
-        self._ring_events: Events = []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        """As `selectors.BaseSelector.register`; what the doorbell's turn reports is made here, once."""
-        key = super().register(fileobj, events, data)
-        if key.fd == self._doorbell:
-            self._ring_events = [(key, selectors.EVENT_READ)]
-        return key
+        self.loop_has_work = False
 
     def select(self, timeout: float | None = None) -> Events:
-        """As `selectors.BaseSelector.select`."""
-        if self._has_news():
-            self._turns += 1
-            if self._turns % _LOOK_AROUND and not (timeout is not None and timeout <= 0):
-                return self._news()
-            return self._with_news(super().select(0))
+        """As `selectors.BaseSelector.select`; with a timeout that is not 0, serves calls for as long as they come."""
+        has_news = self._has_news
         if timeout is not None and timeout <= 0:
+            if has_news():
+                self._serve()
             return super().select(timeout)
+        self.loop_has_work = False
         spinner = self._spinner
-        if spinner.wants_to_spin() and spinner.spin(self._has_news):
-            return self._news()
-        return self._sleep(timeout)
+        for _ in range(_LOOK_AROUND):
+            if not has_news() and not (spinner.wants_to_spin() and spinner.spin(has_news)):
+                return self._sleep(timeout)
+            self._serve()
+            if self.loop_has_work:
+                break
+        return super().select(0)
 
     def _sleep(self, timeout: float | None) -> Events:
         self._park(True)
         linux.fence()  # the parked word is out before the ring is looked at once more: no wake-up between is lost
         if self._has_news():
             self._park(False)
-            return self._news()
+            return []
         began = time.monotonic_ns()
         events = super().select(timeout)
         self._park(False)
@@ -71,12 +72,25 @@ class RingSelector(selectors.EpollSelector):
             self._spinner.woke_after(time.monotonic_ns() - began)
         return events
 
-    def _news(self) -> Events:
-        return self._ring_events
 
-    def _with_news(self, events: Events) -> Events:
-        for index, (key, _) in enumerate(events):
-            if key.fd == self._doorbell:
-                linux.drain_eventfd(self._doorbell)
-                return events[:index] + events[index + 1 :] + self._news()
-        return events + self._news()
+class RankLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop over a `RingSelector`, which it tells when it has something to do itself."""
+
+    def __init__(self, selector: RingSelector) -> None:
+        self._ring_selector = selector
+        super().__init__(selector)
+
+    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        """As `asyncio.AbstractEventLoop.call_soon`."""
+        self._ring_selector.loop_has_work = True
+        return super().call_soon(callback, *args, context=context)
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+        """As `asyncio.AbstractEventLoop.call_soon_threadsafe`."""
+        self._ring_selector.loop_has_work = True
+        return super().call_soon_threadsafe(callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:  # type: ignore[override]
+        """As `asyncio.AbstractEventLoop.call_at`."""
+        self._ring_selector.loop_has_work = True
+        return super().call_at(when, callback, *args, context=context)

@@ -40,6 +40,7 @@ class RankServer:
     def __init__(self, rank: int, calls: Receiver, replies: Sender, driver_bells: tuple[int, ...]) -> None:
         self._rank = rank
         self._calls = calls
+        self._call_ring = calls.ring
         self._replies = replies
         self._bells = driver_bells
         self._progress = replies.ring.words
@@ -58,18 +59,14 @@ class RankServer:
         self._dispatcher = Dispatcher(worker, self._report, exits_pass=True)
 
     def has_news(self) -> bool:
-        """True if `on_doorbell` has something to do."""
-        return bool(self._unsent) or self._calls.ring.has_news()
+        """True if `serve_calls` has something to do; unsent replies count only once there is room for them."""
+        if self._unsent:
+            return self._flush_would_work()
+        return self._driver_words[0] != self._call_ring.tail
 
     def park(self, parked: bool) -> None:
         """Publish whether the driver must ring this rank's doorbell."""
-        self._calls.ring.park(1 if parked else 0)
-
-    def idle_news(self) -> bool:
-        """`has_news` for the selector: unsent replies count only once there is room for them."""
-        if self._unsent:
-            return self._flush_would_work()
-        return self._calls.ring.has_news()
+        self._call_ring.park(1 if parked else 0)
 
     def _flush_would_work(self) -> bool:
         self._progress[WANT_SPACE] = 1
@@ -77,11 +74,15 @@ class RankServer:
         ring = self._replies.ring
         return ring.backlog < ring.capacity // 2
 
-    def on_doorbell(self) -> None:
-        """Read and run calls until there is none, a reply has to wait, or other tasks deserve a turn."""
+    def serve_calls(self) -> None:
+        """Read and run calls until there is none, a reply has to wait, or the loop deserves a turn.
+
+        Raises:
+            TransportError: The call ring is not what it must be; this rank must not go on.
+        """
         if self._unsent and not self._flush():
             return
-        ring = self._calls.ring
+        ring = self._call_ring
         end = 0
         while not self._unsent and (record := ring.read()) is not None:
             call = self._open(record)
@@ -89,8 +90,8 @@ class RankServer:
             ring.advance()
             if ring.busy and ring.writer_wants_space():
                 self._ring_driver()
-            if call is not None:
-                self._run(call)
+            if call is not None and self._run(call):
+                return
             if not ring.has_news():
                 return
             now = time.monotonic_ns()
@@ -102,34 +103,36 @@ class RankServer:
         """The call of a record if this rank is to run it; a call that cannot be rebuilt is answered here."""
         if record.ranks is not None and self._rank not in record.ranks:
             return None
-        if record.kind == CANCEL:
-            if self._dispatcher is not None:
+        if record.kind != CALL:
+            if record.kind == CANCEL and self._dispatcher is not None:
                 self._dispatcher.cancel(record.call_id)
             return None
-        assert record.kind == CALL
         if record.call_id <= self.drop_until:
             self._calls.forget(record)
             return None
         try:
-            return Call(record.call_id, *self._calls.open(record))
+            content = self._calls.open(record) if record.buffers else pickle.loads(record.payload)
+            return Call(record.call_id, *content)
         except Exception as error:  # unpickling runs user code, and a class may be missing here
             self._fail(record.call_id, "unpickling the arguments", error)
             return None
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: Call) -> bool:
+        """True if it was a coroutine: its first step comes before the next call, so that calls start in order."""
         assert self._dispatcher is not None
         progress = self._progress
         progress[PROGRESS_SINCE] = time.monotonic_ns()
         progress[PROGRESS_CALL] = call.call_id
-        self._dispatcher.run(call)
+        started = self._dispatcher.run(call)
         self._done_count += 1
         progress[PROGRESS_DONE] = self._done_count
         progress[PROGRESS_CALL] = 0
+        return started
 
     def _report(self, call: Call, value: Any, error: BaseException | None) -> None:
         if error is not None:
             self._fail(call.call_id, call.name, error)
-        elif value is None or not call.wants_value(self._rank):
+        elif value is None or (call.reply_ranks is not None and self._rank not in call.reply_ranks):
             self._send(DONE, call.call_id, EMPTY)
         elif type(value) in PLAIN and len(payload := pickle.dumps(value, PROTOCOL)) <= self._replies.inline:
             # The short way for the most frequent replies; only this thread writes here, so no lock is needed.

@@ -1,4 +1,4 @@
-"""Every contract test runs once for each kind of executor; a module shares one executor where its tests leave it usable."""
+"""Every contract test runs once per kind of executor; a module shares one where its tests leave it usable."""
 
 from __future__ import annotations
 

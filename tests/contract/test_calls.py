@@ -254,8 +254,7 @@ def test_a_callback_of_a_future_may_call_the_executor(executor: Executor) -> Non
 
 def test_many_futures_end_each_with_its_own_value(executor: Executor) -> None:
     futures = [executor.submit_rpc("echo", (number,), reply_ranks=0) for number in range(500)]
-    done, left = concurrent.futures.wait(futures, timeout=30)
-    assert not left
+    assert not concurrent.futures.wait(futures, timeout=30).not_done
     assert [future.result() for future in futures] == list(range(500))
 
 

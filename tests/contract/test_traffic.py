@@ -1,4 +1,4 @@
-"""MPExecutor under load: more ranks than eight, messages larger than the ring, slow readers, rings full on both sides."""
+"""MPExecutor under load: more than eight ranks, messages beyond the ring, slow readers, rings full on both sides."""
 
 from __future__ import annotations
 

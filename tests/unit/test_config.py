@@ -38,7 +38,7 @@ def test_the_ranks_meant_by_a_caller(ranks: Any, chosen: tuple[int, ...]) -> Non
     assert Topology(4).select(ranks) == chosen
 
 
-@pytest.mark.parametrize("ranks", [4, -1, [0, 4], "0", 1.0, [1.0], True, [True], object(), [[0]], [0, "a"], {0: 1}.items()])
+@pytest.mark.parametrize("ranks", [4, -1, [0, 4], "0", 1.0, [1.0], True, [True], object(), [[0]], [0, "a"]])
 @pytest.mark.parametrize("what", ["ranks", "reply_ranks"])
 def test_what_is_no_rank_is_refused_by_name(ranks: Any, what: str) -> None:
     with pytest.raises(ConfigError, match=what):

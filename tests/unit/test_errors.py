@@ -33,7 +33,7 @@ FACTS: dict[type[MpexecError], dict[str, Any]] = {
     WrongStateError: {"state": "READY"},
     StartupError: {"rank": 1, "phase": "rendezvous"},
     WorkerDiedError: {
-        "rank": 3, "pid": 42, "exit_code": None, "signal_name": "SIGKILL", "method": "forward", "last_lines": ("a", "b"),
+        "rank": 3, "pid": 42, "exit_code": None, "signal_name": "SIGKILL", "method": "forward", "last_lines": ("a",),
     },
     RPCTimeoutError: {"method": "forward", "missing_ranks": (0, 2), "stacks": {0: "in forward", 2: "<stopped>"}},
     SerializationError: {"type_name": "_thread.lock", "rank": 1},

@@ -1,4 +1,4 @@
-"""Background tasks with an owner: every ending counts, and nothing that happens during clean-up hides the first error."""
+"""Background tasks with an owner: every ending counts, and no clean-up hides the first error."""
 
 from __future__ import annotations
 
