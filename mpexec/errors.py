@@ -20,7 +20,10 @@ A method that raises on a rank reaches the caller as the user's own class, with 
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Self
+
+logger = logging.getLogger(__name__)
 
 
 def _restore(
@@ -186,16 +189,23 @@ class RemoteTraceback(Exception):
 
 
 def attach_others(error: BaseException, others: list[BaseException]) -> None:
-    """Set `error.others` to a group of further failures; exceptions that refuse attributes get notes instead."""
+    """Set `error.others` to a group of further failures; exceptions that refuse attributes get notes, or nothing.
+
+    It never raises, whatever the classes of users do: it runs while failures are being told.
+    """
     rest = [other for other in others if other is not error]
     if not rest:
         return
-    group = ExceptionGroup(
-        "further failures",
-        [o if isinstance(o, Exception) else RemoteError(repr(o), type_name=type(o).__name__) for o in rest],
-    )
     try:
-        error.others = group  # type: ignore[attr-defined]
-    except AttributeError:
-        for other in rest:
-            error.add_note(f"further failure: {type(other).__name__}: {other}")
+        group = ExceptionGroup("further failures", [_as_exception(other) for other in rest])
+        try:
+            error.others = group  # type: ignore[attr-defined]
+        except Exception:
+            for other in rest:
+                error.add_note(f"further failure: {type(other).__name__}: {other}")
+    except Exception as refused:
+        logger.debug("further failures of %s are lost: %r", type(error).__name__, refused)
+
+
+def _as_exception(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RemoteError(repr(error), type_name=type(error).__name__)

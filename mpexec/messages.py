@@ -126,7 +126,7 @@ class Failure:
         `SystemExit` and `KeyboardInterrupt` always become a `RemoteError`: on a rank they end that rank, they must not
         end the caller's program.
         """
-        error: BaseException | None = original or self._rebuilt()
+        error: BaseException | None = self._rebuilt() if original is None else _if_it_takes_notes(original)
         if error is None:
             error = RemoteError(
                 f"rank {self.rank} raised {self.type_name} in {self.method!r} (call {self.call_id}): {self.text}",
@@ -146,14 +146,18 @@ class Failure:
             str(error)
         except Exception:  # the class may be missing here or demand arguments: the text stands in
             return None
-        if not isinstance(error, Exception):
-            return None
-        try:
-            error.add_note("")
-            error.__notes__.pop()
-        except (AttributeError, TypeError):
-            return None
-        return error
+        return _if_it_takes_notes(error) if isinstance(error, Exception) else None
+
+
+def _if_it_takes_notes(error: Exception) -> Exception | None:
+    """The exception, or None if it refuses notes or a cause: a frozen dataclass does."""
+    try:
+        error.add_note("")
+        error.__notes__.pop()
+        error.__cause__ = error.__cause__
+    except Exception:  # user classes refuse in ways of their own
+        return None
+    return error
 
 
 def _link_root_cause(error: BaseException, remote: RemoteTraceback) -> None:

@@ -37,17 +37,22 @@ async def cancel_async_tasks(tasks: Iterable[AnyTask], *, timeout: float = _REFU
     """
     loop = asyncio.get_running_loop()
     pending = {task for task in tasks if task is not asyncio.current_task()}
-    give_up = loop.time() + timeout
+    for task in pending:
+        if not task.cancelling():  # one that was cancelled already is at its clean-up, which is not to be cut short
+            task.cancel()
+    give_up, cancel_again = loop.time() + timeout, loop.time() + _RECANCEL_S
     interrupted: asyncio.CancelledError | None = None
     while running := {task for task in pending if not task.done()}:
-        left = give_up - loop.time()
-        if left <= 0:
+        now = loop.time()
+        if now >= give_up:
             logger.error("tasks refuse to end: %s", ", ".join(sorted(task.get_name() for task in running)))
             break
-        for task in running:
-            task.cancel()
+        if now >= cancel_again:
+            cancel_again = now + _RECANCEL_S
+            for task in running:
+                task.cancel()
         try:
-            await asyncio.wait(running, timeout=min(_RECANCEL_S, left))
+            await asyncio.wait(running, timeout=min(give_up, cancel_again) - now)
         except asyncio.CancelledError as cancelled:
             interrupted = cancelled
     for task in pending:
@@ -80,8 +85,9 @@ async def wait_for_async_tasks(tasks: Iterable[AnyTask]) -> None:
     try:
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in ordered:
-                if task in done and (failure := ending_of(task)) is not None:
+            failures = [ending_of(task) for task in ordered if task in done]  # asks every one, so that none is unheard
+            for failure in failures:
+                if failure is not None:
                     raise failure
     finally:
         await cancel_async_tasks(waiting)

@@ -144,7 +144,7 @@ class Job:
             ToldError: A rank or the engine failed while generating; the message has been printed.
             StartupError: A rank did not become ready.
         """
-        # Each rank is a process, also when there is one: the ranks' libraries then cannot delay Ctrl-C here.
+        # The choice of executor below is this command's, not its user's.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="mpexec")
         if self.verbose:
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -152,6 +152,7 @@ class Job:
             engine = await Engine.from_pretrained_async(
                 self.plan.facts.path,
                 self.plan.tp,
+                # Processes also for one rank: importing torch here would hold up Ctrl-C.
                 backend="mp",
                 config=self.engine_config(),
                 start_method=self.start_method,

@@ -246,14 +246,14 @@ class Engine(TaskOwner):
         dtype: str = "float32",
         **fields: Any,
     ) -> Self:
-        """As `from_pretrained`, without blocking the loop. If it is cancelled, ranks are released once they exist."""
+        """As `from_pretrained`, without blocking the loop. Cancelling it ends the ranks that were started."""
+        from mpexec.executor import build_executor_async
         from mpexec.executor.threads import in_thread
 
-        return await in_thread(
-            lambda: cls.from_pretrained(path, tp, backend=backend, config=config, dtype=dtype, **fields),
-            name="mpexec-load",
-            abandoned=lambda made: made.release(),
-        )
+        limits = config or EngineConfig()
+        plan = await in_thread(lambda: ModelPlan.read(path, tp, limits), name="mpexec-read-model")
+        executor = await build_executor_async(plan.worker_spec(limits, dtype=dtype, **fields), backend)
+        return cls(executor, plan, limits)
 
     @property
     def plan(self) -> ModelPlan:

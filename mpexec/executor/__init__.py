@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from mpexec.config import WorkerSpec
@@ -30,11 +30,7 @@ def build_executor(agent: Callable[..., Any] | WorkerSpec, backend: str = "auto"
         ConfigError: An unknown backend, "uni" with more than one rank, or a bad option.
         StartupError: A rank did not become ready.
     """
-    if backend not in BACKENDS:
-        raise ConfigError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
-    spec = make_spec(agent, {"world_size": 1, **options} if not isinstance(agent, WorkerSpec) else options)
-    chosen, why = choose_backend(spec, backend)
-    logger.info("executor: %s, because %s", chosen, why)
+    spec, chosen = _choose(agent, backend, options)
     if chosen == "uni":
         from mpexec.executor.uni import UniExecutor
 
@@ -46,6 +42,31 @@ def build_executor(agent: Callable[..., Any] | WorkerSpec, backend: str = "auto"
     return MPExecutor(spec, _warn=False)
 
 
+def build_executor_async(
+    agent: Callable[..., Any] | WorkerSpec, backend: str = "auto", **options: Any
+) -> Coroutine[Any, Any, Executor]:
+    """As `build_executor`, without blocking the loop. Cancelling it ends the ranks that were started."""
+    spec, chosen = _choose(agent, backend, options)
+    if chosen == "uni":
+        from mpexec.executor.uni import UniExecutor
+
+        return UniExecutor.create_async(spec)
+    from mpexec.executor.mp import DEPRECATED, MPExecutor
+
+    if backend == "mp":
+        warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
+    return MPExecutor.create_quietly(spec)
+
+
+def _choose(agent: Callable[..., Any] | WorkerSpec, backend: str, options: Mapping[str, Any]) -> tuple[WorkerSpec, str]:
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
+    spec = make_spec(agent, {"world_size": 1, **options} if not isinstance(agent, WorkerSpec) else options)
+    chosen, why = choose_backend(spec, backend)
+    logger.info("executor: %s, because %s", chosen, why)
+    return spec, chosen
+
+
 def choose_backend(spec: WorkerSpec, backend: str = "auto") -> tuple[str, str]:
     """The backend for a spec, and the reason in words."""
     if backend != "auto":
@@ -55,4 +76,4 @@ def choose_backend(spec: WorkerSpec, backend: str = "auto") -> tuple[str, str]:
     return "mp", f"{spec.world_size} ranks need a process each"
 
 
-__all__ = ["BACKENDS", "Executor", "build_executor", "choose_backend"]
+__all__ = ["BACKENDS", "Executor", "build_executor", "build_executor_async", "choose_backend"]

@@ -512,6 +512,7 @@ class Executor:
         failure = self._background_error()
         try:
             self.stop()
+            failure = failure or self._background_error()
         finally:
             self.release()
         if error is None and failure is not None:
@@ -529,6 +530,7 @@ class Executor:
         failure = self._background_error()
         try:
             await self.stop_async()
+            failure = failure or self._background_error()
         finally:
             await self.release_async()
         if error is None and failure is not None:

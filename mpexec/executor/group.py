@@ -25,6 +25,31 @@ _ENTRY = "mpexec.worker.main:rank_main"
 _SETTLE_S = 1.0  # after a start has failed: news that may name the root cause
 
 
+class StartAbort:
+    """Ends the start of a group from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked = False
+        self._tell: Callable[[], None] | None = None
+
+    def attach(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called when the start is to end, at once if that has been asked already."""
+        with self._lock:
+            self._tell = tell
+            asked = self._asked
+        if asked:
+            tell()
+
+    def ask(self) -> None:
+        """End the start, now or when it begins; one that is over is not touched."""
+        with self._lock:
+            self._asked = True
+            tell = self._tell
+        if tell is not None:
+            tell()
+
+
 class RankGroup:
     """All rank processes of one executor and the thread that watches them.
 
@@ -32,20 +57,21 @@ class RankGroup:
         processes: Index = rank; empty before `launch`.
         ready: What each rank reported when it was ready.
         rungs: What it took to end each rank: "exited", "asked", "TERM", "KILL" or "unkillable".
-        monitor: Watches lanes, logs and ends.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, abort: StartAbort | None = None) -> None:
         self.spec = spec
         self.processes: list[RankProcess] = []
         self.ready: list[Ready] = []
         self.rungs: dict[int, str] = {}
-        self.monitor = Monitor()
         self._news: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
         self._on_message: Callable[[int, tuple[Any, ...]], None] | None = None
         self._on_death: Callable[[Death], None] | None = None
         self._end_lock = threading.Lock()
+        if abort is not None:
+            abort.attach(lambda: self._news.put(("abort", -1, None)))
         self._owner = os.getpid()
+        self._monitor: Monitor | None = None
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -74,8 +100,16 @@ class RankGroup:
             payload=payload,
             allow_unsafe_fork=spec.allow_unsafe_fork,
         )
+        # Only now: "fork" is refused where threads run, and this is one.
+        self._monitor = Monitor()
         for process in self.processes:
-            self.monitor.watch(process, self._message, self._death)
+            self._monitor.watch(process, self._message, self._death)
+
+    @property
+    def monitor(self) -> Monitor:
+        """Watches lanes, logs and ends; there is one from `launch` on."""
+        assert self._monitor is not None
+        return self._monitor
 
     def _message(self, rank: int, message: Any, fds: list[int]) -> None:
         for fd in fds:
@@ -107,6 +141,8 @@ class RankGroup:
                 kind, rank, news = self._news.get(timeout=late.remaining())
             except queue.Empty:
                 raise self._startup_timeout(waiting, phases) from None
+            if kind == "abort":
+                raise StartupError("the start was cancelled by its caller", phase="start")
             if kind == "death" or news[0] == "failed":
                 raise self._startup_failure(kind, rank, news, phases)
             clocks[rank] = Deadline.after(self.spec.init_timeout)
@@ -135,12 +171,14 @@ class RankGroup:
                 item = self._news.get(timeout=settle.remaining())
             except queue.Empty:
                 break
+            if item[0] == "abort":
+                break
             if item[0] == "death" or item[2][0] == "failed":
                 first.append(item)
         with contextlib.suppress(queue.Empty):
             while True:
                 item = self._news.get_nowait()
-                if item[0] == "death" or item[2][0] == "failed":
+                if item[0] == "death" or (item[0] != "abort" and item[2][0] == "failed"):
                     first.append(item)
         errors = [
             self._error_of(*item, phases) for item in sorted(first, key=lambda item: not _tells_root_cause(*item))
@@ -169,7 +207,7 @@ class RankGroup:
                 kind, rank, news = self._news.get_nowait()
                 if kind == "death":
                     on_death(news)
-                else:
+                elif kind == "message":
                     on_message(rank, news)
 
     # -- end -----------------------------------------------------------------------------------------------------
@@ -183,17 +221,24 @@ class RankGroup:
             return False
         return True
 
-    def end(self, deadline: Deadline) -> dict[int, str]:
-        """End every rank, asked first, and reap it; again, or in a forked child of the driver, changes nothing."""
+    def end(self, deadline: Deadline, *, ask: bool = True) -> dict[int, str]:
+        """End every rank, asked first, and reap it; again, or in a forked child of the driver, changes nothing.
+
+        Args:
+            deadline: For all rungs together.
+            ask: False begins with SIGTERM: for ranks that are not ready, which nobody would hear.
+        """
         with self._end_lock:
             if self.processes and os.getpid() == self._owner and len(self.rungs) < len(self.processes):
                 grace = (deadline.remaining() or 0.0) * 0.4
                 self.rungs = end_processes(
                     self.processes,
                     deadline,
-                    ask=lambda process: process.lane.send(("exit", grace)),
+                    ask=(lambda process: process.lane.send(("exit", grace))) if ask else None,
                 )
-                if hard := {rank: rung for rank, rung in self.rungs.items() if rung not in ("exited", "asked")}:
+                if ask and (
+                    hard := {rank: rung for rank, rung in self.rungs.items() if rung not in ("exited", "asked")}
+                ):
                     logger.warning("ranks did not leave when asked: %s", hard)
             return self.rungs
 
@@ -201,16 +246,17 @@ class RankGroup:
         """Stop the watching thread and close all descriptors; after `end`."""
         if os.getpid() != self._owner:
             return
-        for process in self.processes:
-            self.monitor.unwatch(process)
-        self.monitor.stop()
+        if self._monitor is not None:
+            for process in self.processes:
+                self._monitor.unwatch(process)
+            self._monitor.stop()
         for process in self.processes:
             process.close()
 
 
 def died_error(death: Death, method: str | None) -> WorkerDiedError:
     """The error for a rank whose process has ended."""
-    where = f" in {method!r}" if method else " while idle"
+    where = f" in {method!r}" if method else " outside any call"
     return WorkerDiedError(
         f"rank {death.rank} (pid {death.pid}) {death.describe()}{where}{_tail(death.last_lines)}",
         rank=death.rank,

@@ -27,7 +27,7 @@ from typing import Protocol
 from mpexec.deadline import Deadline
 from mpexec.errors import TransportError
 from mpexec.executor.pending import PendingCall, open_gate
-from mpexec.executor.threads import CallbackThread
+from mpexec.executor.threads import Callbacks
 from mpexec.transport import linux
 from mpexec.transport.channel import Receiver
 from mpexec.transport.doorbell import CONTENDED_NS, WALL_NS, YIELDS, Spinner
@@ -92,9 +92,10 @@ class Inbox:
         self._receivers = receivers
         self._heads = [(receiver.ring.words, receiver.ring) for receiver in receivers]
         self._handlers = weakref.ref(handlers)
-        self._pump_lock = threading.Lock()
+        # Re-entrant, because a signal handler of the user's may run, and stop the executor, while its thread has one.
+        self._pump_lock = threading.RLock()
         self._pumper = 0
-        self._park_lock = threading.Lock()
+        self._park_lock = threading.RLock()
         self._events: deque[Callable[[], None]] = deque()
         self._later: deque[Callable[[], None]] = deque()
         self._leader: int | None = None
@@ -102,8 +103,7 @@ class Inbox:
         self._followers: deque[tuple[int, threading.Lock]] = deque()
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._probing: list[asyncio.AbstractEventLoop] = []
-        self._monitor = 0
-        self._callbacks = CallbackThread()
+        self._callbacks = Callbacks()
         self._mask = 0
         self._unwaited = 0
         self._covered = 0
@@ -127,18 +127,18 @@ class Inbox:
             return
         with self._pump_lock:
             handlers = self._handlers()
-            if self._closed or handlers is None:
+            if self._closed or self._pumper or handlers is None:
                 return
             self._pumper = me
             try:
                 self._pump(handlers)
             finally:
                 self._pumper = 0
-        if self._later:
-            if me == self._monitor:
-                self._callbacks.wake(self._run_later)
-            else:
-                self._run_later()
+        while self._later:
+            try:
+                self._callbacks.post(self._later.popleft())
+            except IndexError:  # another thread took it
+                break
         if self._leader_parked and self._leader != me:
             self.kick()
 
@@ -150,14 +150,6 @@ class Inbox:
             handlers.flush()
         while self._events:
             self._events.popleft()()
-
-    def _run_later(self) -> None:
-        while self._later:
-            try:
-                callback = self._later.popleft()
-            except IndexError:  # another thread took it
-                return
-            callback()
 
     def _drain(self, rank: int, handlers: Handlers) -> None:
         receiver = self._receivers[rank]
@@ -179,13 +171,8 @@ class Inbox:
         self._events.append(event)
         self.pump()
 
-    def post_from_monitor(self, event: Callable[[], None]) -> None:
-        """As `post`, on the monitor's thread, which must never run users' callbacks: they may wait for it."""
-        self._monitor = threading.get_ident()
-        self.post(event)
-
     def later(self, callback: Callable[[], None]) -> None:
-        """From inside the pump: run a user's callback once the pump is free again."""
+        """From inside the pump: run a user's callback, on a thread on which it may do as it likes."""
         self._later.append(callback)
 
     def kick(self) -> None:
@@ -234,7 +221,6 @@ class Inbox:
 
     def on_monitor_bell(self) -> None:
         """The monitor thread's callback for its doorbell."""
-        self._monitor = threading.get_ident()
         linux.drain_eventfd(self.bells[2].fd)
         self.pump()
 
@@ -254,9 +240,24 @@ class Inbox:
             self.let_go(me)
 
     def let_go(self, me: int) -> None:
-        """Give the lead to the next if thread `me` has it."""
-        if self._leader == me:
-            self._hand_on()
+        """Give the lead to the next if thread `me` has it. A Ctrl-C in the midst of it must not leave it nowhere."""
+        interrupted: KeyboardInterrupt | None = None
+        heir: tuple[int, threading.Lock] | None = None
+        while self._leader == me or heir is not None:
+            try:
+                if self._leader == me:
+                    heir = self._choose_heir()
+                if heir is not None:
+                    open_gate(heir[1])
+                break
+            except KeyboardInterrupt as again:
+                interrupted = again
+        if self._mask:
+            linux.fence()
+            if self.has_news():
+                self.pump()
+        if interrupted is not None:
+            raise interrupted
 
     def claim(self, me: int) -> bool:
         """Make thread `me` the leader if there is none. It must `wait`, or `let_go`, next."""
@@ -324,18 +325,13 @@ class Inbox:
             if entry in self._followers:
                 self._followers.remove(entry)
 
-    def _hand_on(self) -> None:
-        """Give the lead to the follower that waits longest, by name, so that a busy caller cannot starve it."""
+    def _choose_heir(self) -> tuple[int, threading.Lock] | None:
+        """Make the follower that waits longest the leader, by name, so that a busy caller cannot starve it."""
         with self._park_lock:
-            heir = self._followers.popleft() if self._followers else None
+            heir = self._followers[0] if self._followers else None
             self._leader = None if heir is None else heir[0]
-            mask = self._publish()
-        if heir is not None:
-            open_gate(heir[1])
-        elif mask:
-            linux.fence()
-            if self.has_news():
-                self.pump()
+            self._publish()
+        return heir
 
     # -- event loops -------------------------------------------------------------------------------------------------
 

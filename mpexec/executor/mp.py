@@ -26,12 +26,13 @@ from mpexec.errors import (
     WrongStateError,
 )
 from mpexec.executor.base import Executor, Method, State
-from mpexec.executor.group import RankGroup, died_error
+from mpexec.executor.group import RankGroup, StartAbort, died_error
 from mpexec.executor.inbox import Inbox, Waitable
 from mpexec.executor.link import Link
 from mpexec.executor.outputs import Outputs
 from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
 from mpexec.executor.stacks import collect_stacks
+from mpexec.executor.threads import in_thread
 from mpexec.messages import Failure
 from mpexec.processes import Death, refuse_while_importing_main
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver
@@ -69,14 +70,26 @@ class MPExecutor(Executor):
 
     @classmethod
     def create_async(cls, *args: Any, **options: Any) -> Coroutine[Any, Any, Self]:
-        """Construct without blocking the loop. If it is cancelled, the executor is released as soon as it exists."""
+        """Construct without blocking the loop. Cancelling it ends the ranks that were started, and waits for that."""
         # Not a coroutine function: the warning belongs to the line that calls it.
         warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
-        return super().create_async(*args, **options, _warn=False)
+        return cls.create_quietly(*args, **options)
+
+    @classmethod
+    async def create_quietly(cls, *args: Any, **options: Any) -> Self:
+        """As `create_async`, without the warning: for those who come through `build_executor`."""
+        abort = StartAbort()
+        return await in_thread(
+            lambda: cls(*args, **options, _warn=False, _abort=abort),
+            name="mpexec-create",
+            abandoned=lambda made: made.release(),
+            cancel=abort.ask,
+        )
 
     def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
         if options.pop("_warn", True):
             warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
+        abort: StartAbort | None = options.pop("_abort", None)
         super().__init__(agent, **options)
         refuse_while_importing_main()
         self._enter(State.STARTING)
@@ -86,6 +99,7 @@ class MPExecutor(Executor):
         self._stop_tokens = itertools.count(1)
         self._trim_planned = False
         self.has_backlog = False
+        self._writing = False
         self._ender: threading.Thread | None = None
         self._owner = os.getpid()
         _executors.add(self)
@@ -93,7 +107,7 @@ class MPExecutor(Executor):
             self._link = Link(self.spec, stack)
             self._inbox = Inbox(self._link.board, [link.replies for link in self._link.ranks], self)
             stack.callback(self._inbox.close)
-            self._group = RankGroup(self.spec)
+            self._group = RankGroup(self.spec, abort)
             stack.callback(self._group.close)
             stack.callback(self._group.end, Deadline.after(self.spec.init_timeout))
             self._start_processes()
@@ -109,7 +123,7 @@ class MPExecutor(Executor):
             self._group.launch(facts, lambda rank: self._link.fds(rank, self._inbox.bells))
             self._group.await_ready()
         except BaseException:
-            self._group.end(Deadline.after(min(2.0, self.spec.stop_timeout)))
+            self._group.end(Deadline.after(min(2.0, self.spec.stop_timeout)), ask=False)
             raise
         self._methods = frozenset.intersection(*(ready.methods for ready in self._group.ready))
         self._pids = tuple(process.pid for process in self._group.processes)
@@ -121,7 +135,7 @@ class MPExecutor(Executor):
 
         def on_death(death: Death) -> None:
             if (executor := self_ref()) is not None:
-                inbox.post_from_monitor(lambda: executor._on_death(death))
+                inbox.post(lambda: executor._on_death(death))
 
         def next_at() -> int | None:
             return executor._next_unwaited_expiry() if (executor := self_ref()) is not None else None
@@ -208,18 +222,25 @@ class MPExecutor(Executor):
 
     def _send(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> None:
         """Write a record, or keep it in order until there is room; with the send lock held."""
-        if self._backlog or not self._link.sender.ring.try_write(
-            kind, call_id, parcel.payload, flags=parcel.flags, ranks=ranks, buffers=parcel.buffers
-        ):
+        if self._backlog or self._writing or not self._write_record(kind, call_id, parcel, ranks):
             self._backlog.append((kind, call_id, parcel, ranks))
             self.has_backlog = True
             self._link.board.words[WANT_SPACE] = 1
+
+    def _write_record(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> bool:
+        self._writing = True  # the lock does not stop a signal handler on this thread from sending in between
+        try:
+            return self._link.sender.ring.try_write(
+                kind, call_id, parcel.payload, flags=parcel.flags, ranks=ranks, buffers=parcel.buffers
+            )
+        finally:
+            self._writing = False
 
     def flush(self) -> None:
         """Send what had found no room, in order. Called by whoever pumps."""
         sender = self._link.sender
         with sender.lock:
-            while self._backlog and sender.try_send(*self._backlog[0]):
+            while self._backlog and not self._writing and self._write_record(*self._backlog[0]):
                 self._backlog.popleft()
             if not self._backlog:
                 self.has_backlog = False
@@ -383,6 +404,7 @@ class MPExecutor(Executor):
     def expire(self, waiting: Waitable) -> None:
         """Time has changed something for a call: its grace is over, its deadline has passed, or a report is due."""
         assert isinstance(waiting, PendingCall)
+        self._inbox.pump()  # what has come is judged before the clock is
         pending, now = waiting, time.monotonic_ns()
         if pending.failed:
             self._inbox.post(lambda: _settle(pending, now))
@@ -490,6 +512,7 @@ class MPExecutor(Executor):
     # -- verbs ---------------------------------------------------------------------------------------------------
 
     def _start_ranks(self) -> None:
+        self._inbox.pump()  # outputs of an earlier run are in the rings by now, and must not be taken for new ones
         self._outputs.reset()
         start = self._begin("start", (), None, None, None, (), None)
         try:
@@ -536,8 +559,8 @@ class MPExecutor(Executor):
         background = self._background
         self._outputs.fail(ExecutorStoppedError("the executor was stopped"))
         self._calls.end_all(stopped_error, but=background)
-        if background is not None and not background.done:
-            background.finish(None)
+        if background is not None:
+            background.conclude()
 
     def _release_ranks(self) -> None:
         if os.getpid() != self._owner:  # a forked child: all of this is its parent's

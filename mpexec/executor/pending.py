@@ -99,7 +99,8 @@ class PendingCall:
         self.values[rank] = value
         if not missing:
             if self._failures:
-                self.settle(time.monotonic_ns())
+                if not self.settle(time.monotonic_ns()):
+                    self._wake_waiter()  # there is a sooner expiry now
             elif not self.timed_out:
                 self.finish(None)
 
@@ -117,9 +118,13 @@ class PendingCall:
             if self.on_failure is not None:
                 self.on_failure(self)
         if not self.settle(now):
-            if self.gate is not None:  # its thread sleeps until the old expiry, and there is a sooner one now
-                open_gate(self.gate)
-            self._changed()
+            self._wake_waiter()
+
+    def _wake_waiter(self) -> None:
+        """Its thread or loop sleeps until the old expiry, and there may be a sooner one now."""
+        if self.gate is not None:
+            open_gate(self.gate)
+        self._changed()
 
     @property
     def failed(self) -> bool:
@@ -170,6 +175,10 @@ class PendingCall:
             root = error
             attach_others(root, [ending.error for ending in self._failures])
         self.finish(root)
+
+    def conclude(self) -> None:
+        """End the call now: with the root cause of its failures if it has any, else normally."""
+        self.finish(self._root_cause() if self._failures else None)
 
     def finish(self, error: BaseException | None) -> None:
         """Make the outcome final and wake whoever waits for it."""

@@ -14,7 +14,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def in_thread(work: Callable[[], T], *, name: str, abandoned: Callable[[T], None] | None = None) -> T:
+async def in_thread(
+    work: Callable[[], T],
+    *,
+    name: str,
+    abandoned: Callable[[T], None] | None = None,
+    cancel: Callable[[], None] | None = None,
+) -> T:
     """Run `work()` in a daemon thread of its own and await its result.
 
     Unlike `asyncio.to_thread` it leaves no pool behind, and a thread that is stuck keeps nobody from exiting.
@@ -22,15 +28,18 @@ async def in_thread(work: Callable[[], T], *, name: str, abandoned: Callable[[T]
     Args:
         work: Blocks for as long as it needs.
         name: Name of the thread.
-        abandoned: Called in the thread with the result if the await had been cancelled meanwhile.
+        abandoned: Called with the result if the await had been cancelled meanwhile.
+        cancel: Makes `work` end soon; called when the await is cancelled, which then waits until it has ended.
 
     Raises:
         BaseException: What `work` raised.
     """
     loop = asyncio.get_running_loop()
+    over = asyncio.Event()
     done: asyncio.Future[T] = loop.create_future()
 
     def deliver(result: Any, error: BaseException | None) -> None:
+        over.set()
         if not done.done():
             if error is not None:
                 done.set_exception(error)
@@ -54,21 +63,36 @@ async def in_thread(work: Callable[[], T], *, name: str, abandoned: Callable[[T]
                 abandoned(result)
 
     threading.Thread(target=body, name=name, daemon=True).start()
-    return await done
+    try:
+        return await done
+    except asyncio.CancelledError:
+        if cancel is not None:
+            cancel()
+            await over.wait()
+        raise
 
 
-class CallbackThread:
-    """Runs callbacks of users apart from the threads that must not wait; made on first use, ended by `close`."""
+class Callbacks:
+    """Runs users' callbacks apart from the threads that drain replies, which may be anybody's and must not wait.
+
+    One thread does it all, unless a callback takes its time (it may wait for a call): then the next gets another.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
 
-    def wake(self, work: Callable[[], None]) -> None:
-        """Run `work` soon; one after another."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mpexec-callbacks", daemon=True)
-            self._thread.start()
+    def post(self, work: Callable[[], None]) -> None:
+        """Run `work` soon, and return."""
+        with self._lock:
+            if self._idle > 0:
+                self._idle -= 1
+            else:
+                thread = threading.Thread(target=self._run, name="mpexec-callbacks", daemon=True)
+                self._threads.append(thread)
+                thread.start()
         self._queue.put(work)
 
     def _run(self) -> None:
@@ -77,11 +101,15 @@ class CallbackThread:
                 work()
             except Exception:
                 logger.exception("a callback failed")
+            with self._lock:
+                self._idle += 1
 
     def close(self) -> None:
-        """End the thread after the work it has; may be called on the thread itself."""
-        thread = self._thread
-        if thread is not None:
+        """End the threads after the work they have; may be called on one of them."""
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for _ in threads:
             self._queue.put(None)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(1.0)

@@ -395,8 +395,8 @@ class UniExecutor(Executor):
                 stopped_error,
                 but=background,
             )
-            if background is not None and not background.done:
-                background.finish(None)
+            if background is not None:
+                background.conclude()
 
     def _release_ranks(self) -> None:
         if self._state in (State.READY, State.RUNNING):

@@ -175,6 +175,21 @@ class PoolWriter:
         self.fd.close()
 
 
+class _Process:
+    """This process's id, kept current across forks; asking the system each time would cost as much as the rest."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    def refresh(self) -> None:
+        """To be called in a forked child."""
+        self.pid = os.getpid()
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=_process.refresh)
+
+
 class _Mapping:
     """One slot as a reader has mapped it: shared for arrays, private for tensors."""
 
@@ -219,8 +234,12 @@ class PoolReader:
         exporters, key = self._exporters, id(exporter)
         length = -(-buffer.length // PAGE) * PAGE
 
+        owner = _process.pid
+
         def give_back(_: object) -> None:
             exporters.pop(key, None)
+            if _process.pid != owner:  # a copy that died in a forked child: the view of the parent lives on
+                return
             if private:
                 memory.drop_pages(length)
             words[index] = mark

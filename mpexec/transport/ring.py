@@ -18,7 +18,7 @@ from mpexec.transport import linux
 from mpexec.transport.segment import PAGE, Segment
 
 MAGIC = 0x5052584D
-_HEADER = Struct("<IIQQHHIII4x")  # magic, generation, sequence, call id, kind, flags, ranks, buffers, payload bytes
+_HEADER = Struct("<IIQQHHIII")  # magic, generation, sequence, call id, kind, flags, ranks, buffers, payload bytes
 _HEADER_BYTES = _HEADER.size
 _BUFFER = Struct("<QQQQ")  # offset, length, slot, mark
 _PAD = 0xFFFF
@@ -249,6 +249,8 @@ class RingReader(_Side):
         record = self._record
         record.kind, record.flags, record.call_id = kind, flags, call_id
         if n_ranks or n_buffers:
+            if tail + n_ranks * 4 + n_buffers * _BUFFER.size + length > head:
+                raise TransportError(f"record {sequence} claims {n_ranks} ranks, {n_buffers} buffers, {length} bytes")
             place, record.ranks, record.buffers = self._read_tables(place, n_ranks, n_buffers)
         else:
             record.ranks, record.buffers = None, _NO_BUFFERS

@@ -107,8 +107,9 @@ class RankServer:
             if record.kind == CANCEL and self._dispatcher is not None:
                 self._dispatcher.cancel(record.call_id)
             return None
-        if record.call_id <= self.drop_until:
+        if record.call_id <= self.drop_until:  # not run, but answered: whoever still counts on this rank hears of it
             self._calls.forget(record)
+            self._send(DONE, record.call_id, EMPTY)
             return None
         try:
             content = self._calls.open(record) if record.buffers else pickle.loads(record.payload)
@@ -143,7 +144,7 @@ class RankServer:
             what = f"the value that rank {self._rank} returned from {call.name!r}"
             try:
                 parcel = self._replies.pack(encode(value, what), (0,))
-            except MpexecError as failed:
+            except Exception as failed:  # whatever it is, the call is answered
                 if isinstance(failed, SerializationError):
                     failed.rank = self._rank
                 self._fail(call.call_id, call.name, failed)
@@ -209,6 +210,7 @@ class RankServer:
         assert self._dispatcher is not None
         assert self.worker is not None
         await self.worker.stop_async()
+        self._unsent = deque(item for item in self._unsent if item[0] != OUTPUT)
         await self._dispatcher.await_method("wait_tasks", 1.0)  # it returns now that its tasks have ended
         await self._dispatcher.cancel_all()
 
