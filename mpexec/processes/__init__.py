@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from mpexec.processes.environment import rank_environment
     from mpexec.processes.fork_server import shutdown_fork_server
     from mpexec.processes.ladder import end_processes
+    from mpexec.processes.launching import launch
     from mpexec.processes.logs import RankLog
     from mpexec.processes.monitor import Monitor
     from mpexec.processes.process import RankProcess
-    from mpexec.processes.start import RankPlan, launch, main_is_importable
+    from mpexec.processes.start import RankPlan, main_is_importable
 
 _HOMES = {
     "Boot": "boot",
@@ -27,7 +28,7 @@ _HOMES = {
     "RankPlan": "start",
     "RankProcess": "process",
     "end_processes": "ladder",
-    "launch": "start",
+    "launch": "launching",
     "main_is_importable": "start",
     "rank_environment": "environment",
     "refuse_while_importing_main": "boot",

@@ -150,9 +150,7 @@ def start_ranks(
         StartupError: A server died, did not answer by the deadline, or could not fork.
     """
     with ExitStack() as stack:
-        requests = [
-            _request(plan, message, modules, stack) for plan, message in zip(plans, messages, strict=True)
-        ]
+        requests = [_request(plan, message, modules, stack) for plan, message in zip(plans, messages, strict=True)]
         for request in requests:
             started.append(request(deadline))
         stack.pop_all()
@@ -226,4 +224,3 @@ def _status_taker(server: ForkServer, status: ControlLane) -> Callable[[int], Ex
         return ExitStatus(code, number)
 
     return take
-

@@ -8,24 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpexec.config import StartMethod
-from mpexec.deadline import Deadline
-from mpexec.errors import ConfigError, StartupError
-from mpexec.processes.boot import BootMessage, arm_parent_death, refuse_while_importing_main
+from mpexec.errors import ConfigError
+from mpexec.processes.boot import BootMessage, arm_parent_death
 from mpexec.processes.environment import apply_changes
-from mpexec.processes.ladder import end_processes
 from mpexec.processes.logs import RankLog
 from mpexec.processes.process import RankProcess
 from mpexec.transport.lane import ControlLane, LaneClosed, lane_pair
 from mpexec.transport.linux import OwnedFd, pidfd_open
-
-_START_SECONDS = 600.0
 
 # The whole program of a new interpreter. It must find this package even where it is not installed, so the driver's
 # search path comes first over the control socket. End of file there means that the driver is gone.
@@ -61,72 +56,8 @@ class RankPlan:
     title: str = ""
 
 
-def launch(
-    plans: Sequence[RankPlan],
-    *,
-    start_method: StartMethod,
-    entry: str,
-    payload: bytes,
-    allow_unsafe_fork: bool = False,
-    preload: Sequence[str] | None = None,
-    deadline: Deadline | None = None,
-) -> list[RankProcess]:
-    """Start one process for each plan, all at the same time, and return before any has reached its entry.
-
-    Args:
-        entry: "module:function", called in each rank's main thread with a `Boot`.
-        preload: Modules that a fork server imports before it forks; None means torch, torch.distributed and the module
-            of the entry. Other start methods ignore it.
-        deadline: For a fork server to be ready, ten minutes unless given.
-
-    Raises:
-        ConfigError: "fork" from a process with threads or with torch imported.
-        StartupError: A process could not be started; those that had been are gone.
-    """
-    refuse_while_importing_main()
-    if start_method == "fork" and not allow_unsafe_fork:
-        _refuse_unsafe_fork()
-    deadline = Deadline.after(_START_SECONDS) if deadline is None else deadline
-    messages = [_boot_message(plan, start_method, entry, payload) for plan in plans]
-    started: list[RankProcess] = []
-    rank: int | None = None
-    try:
-        if start_method == "forkserver":
-            from mpexec.processes import fork_server
-
-            modules = _default_preload(entry) if preload is None else tuple(preload)
-            fork_server.start_ranks(plans, messages, modules, deadline, started)
-        else:
-            start = _spawn if start_method == "spawn" else _fork
-            for plan, message in zip(plans, messages, strict=True):
-                rank = plan.rank
-                started.append(start(plan, message))
-    except BaseException as error:
-        end_processes(started, Deadline.after(0.0), ask=None)
-        for process in started:
-            process.close()
-        if isinstance(error, OSError):
-            who = "a rank" if rank is None else f"rank {rank}"
-            raise StartupError(f"{who} could not be started: {error}", rank=rank, phase="spawn") from error
-        raise
-    return started
-
-
-def _default_preload(entry: str) -> tuple[str, ...]:
-    return "torch", "torch.distributed", entry.partition(":")[0]
-
-
-def _refuse_unsafe_fork() -> None:
-    threads = max(threading.active_count(), len(os.listdir("/proc/self/task")))
-    reason = "torch is imported" if "torch" in sys.modules else f"{threads} threads are running" if threads > 1 else ""
-    if reason:
-        raise ConfigError(
-            f"start_method='fork' is not safe here: {reason}, and a forked copy may hang on a lock that another thread "
-            "held. Use 'spawn' or 'forkserver', or allow_unsafe_fork=True."
-        )
-
-
-def _boot_message(plan: RankPlan, start_method: StartMethod, entry: str, payload: bytes) -> BootMessage:
+def boot_message(plan: RankPlan, start_method: StartMethod, entry: str, payload: bytes) -> BootMessage:
+    """What the child needs to become the rank."""
     return BootMessage(
         rank=plan.rank,
         entry=entry,
@@ -281,7 +212,8 @@ def popen_group(command: list[str], fds: Sequence[int], environ: Mapping[str, st
     return popen.pid
 
 
-def _spawn(plan: RankPlan, message: BootMessage) -> RankProcess:
+def spawn(plan: RankPlan, message: BootMessage) -> RankProcess:
+    """Start a rank as a new interpreter."""
     with ExitStack() as stack:
         wires = Wires.open(plan.rank, stack)
         control, death_read, stdout, stderr = wires.child_ends()
@@ -296,7 +228,8 @@ def _spawn(plan: RankPlan, message: BootMessage) -> RankProcess:
         return _adopt(pid, wires, plan, message, stack)
 
 
-def _fork(plan: RankPlan, message: BootMessage) -> RankProcess:
+def fork(plan: RankPlan, message: BootMessage) -> RankProcess:
+    """Start a rank as a copy of this process; in the child it does not return."""
     from mpexec.processes.forked import become_rank
 
     with ExitStack() as stack:
