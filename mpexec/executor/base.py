@@ -13,6 +13,7 @@ from typing import Any, Self
 from mpexec.config import Topology, WorkerSpec
 from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
+from mpexec.executor.future import Callbacks, CallFuture
 from mpexec.executor.pending import CallTable, PendingCall, broken_error
 from mpexec.executor.threads import in_thread
 from mpexec.messages import method_name
@@ -80,7 +81,7 @@ class Executor:
         self._all_ranks = tuple(self.topology.ranks)
         self._grace = self.spec.failure_grace
         self._closer = self._closed_call
-        self._defer = self._run_callback
+        self._callbacks = Callbacks()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -217,9 +218,13 @@ class Executor:
         reply_ranks: Ranks | None = None,
         timeout: float | None = None,
     ) -> concurrent.futures.Future[Any]:
-        """As `collective_rpc`, but returns a future at once. Cancelling the future abandons the call."""
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        """As `collective_rpc`, but returns a future at once. Cancelling the future abandons the call.
+
+        Its done-callbacks run on a thread of the executor's own, one after another.
+        """
+        future = CallFuture(self._callbacks)
         pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout)
+        future.abandon = lambda: self._abandon(pending)
 
         def hand_over(done: PendingCall) -> None:
             if not future.set_running_or_notify_cancel():
@@ -229,12 +234,7 @@ class Executor:
             except BaseException as error:
                 future.set_exception(error)
 
-        def abandon_if_cancelled(done: concurrent.futures.Future[Any]) -> None:
-            if done.cancelled():
-                self._abandon(pending)
-
         pending.on_done(hand_over)
-        future.add_done_callback(abandon_if_cancelled)
         self._leave_unwaited(pending)
         return future
 
@@ -297,7 +297,6 @@ class Executor:
             pending.bare = isinstance(reply_ranks, int)
         pending.waited = waits
         pending.closer = self._closer
-        pending.defer = self._defer
         self._post(pending, method, args, kwargs, None if reply_ranks is None else wanted, args_per_rank)
         return pending
 
@@ -324,10 +323,6 @@ class Executor:
     def _closed_call(self, pending: PendingCall) -> None:
         """A call is over."""
         raise NotImplementedError
-
-    def _run_callback(self, callback: Callable[[], None]) -> None:
-        """Run a user's callback at a moment at which it may do as it likes."""
-        callback()
 
     def _wait(self, pending: PendingCall) -> None:
         """Block this thread until the call is over."""

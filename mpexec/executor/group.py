@@ -56,6 +56,7 @@ class RankGroup:
     Attributes:
         processes: Index = rank; empty before `launch`.
         ready: What each rank reported when it was ready.
+        owner_pid: The process that made the group; in a forked child it does nothing.
         rungs: What it took to end each rank: "exited", "asked", "TERM", "KILL" or "unkillable".
     """
 
@@ -70,7 +71,7 @@ class RankGroup:
         self._end_lock = threading.Lock()
         if abort is not None:
             abort.attach(lambda: self._news.put(("abort", -1, None)))
-        self._owner = os.getpid()
+        self.owner_pid = os.getpid()
         self._monitor: Monitor | None = None
 
     # -- start ---------------------------------------------------------------------------------------------------
@@ -229,7 +230,7 @@ class RankGroup:
             ask: False begins with SIGTERM: for ranks that are not ready, which nobody would hear.
         """
         with self._end_lock:
-            if self.processes and os.getpid() == self._owner and len(self.rungs) < len(self.processes):
+            if self.processes and os.getpid() == self.owner_pid and len(self.rungs) < len(self.processes):
                 grace = (deadline.remaining() or 0.0) * 0.4
                 self.rungs = end_processes(
                     self.processes,
@@ -244,7 +245,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Stop the watching thread and close all descriptors; after `end`."""
-        if os.getpid() != self._owner:
+        if os.getpid() != self.owner_pid:
             return
         if self._monitor is not None:
             for process in self.processes:

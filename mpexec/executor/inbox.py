@@ -27,7 +27,6 @@ from typing import Protocol
 from mpexec.deadline import Deadline
 from mpexec.errors import TransportError
 from mpexec.executor.pending import PendingCall, open_gate
-from mpexec.executor.threads import Callbacks
 from mpexec.transport import linux
 from mpexec.transport.channel import Receiver
 from mpexec.transport.doorbell import CONTENDED_NS, WALL_NS, YIELDS, Spinner
@@ -97,13 +96,11 @@ class Inbox:
         self._pumper = 0
         self._park_lock = threading.RLock()
         self._events: deque[Callable[[], None]] = deque()
-        self._later: deque[Callable[[], None]] = deque()
         self._leader: int | None = None
         self._leader_parked = False
         self._followers: deque[tuple[int, threading.Lock]] = deque()
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._probing: list[asyncio.AbstractEventLoop] = []
-        self._callbacks = Callbacks()
         self._mask = 0
         self._unwaited = 0
         self._covered = 0
@@ -134,11 +131,6 @@ class Inbox:
                 self._pump(handlers)
             finally:
                 self._pumper = 0
-        while self._later:
-            try:
-                self._callbacks.post(self._later.popleft())
-            except IndexError:  # another thread took it
-                break
         if self._leader_parked and self._leader != me:
             self.kick()
 
@@ -170,10 +162,6 @@ class Inbox:
         """Have `event` run inside the pump: now, or, from inside the pump, after what it is at."""
         self._events.append(event)
         self.pump()
-
-    def later(self, callback: Callable[[], None]) -> None:
-        """From inside the pump: run a user's callback, on a thread on which it may do as it likes."""
-        self._later.append(callback)
 
     def kick(self) -> None:
         """Wake the leader if it sleeps: another thread may have ended its call."""
@@ -463,7 +451,6 @@ class Inbox:
             self._remove_from(loop)
         for bell in self.bells:
             bell.close()
-        self._callbacks.close()
 
     def _remove_from(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take our doorbell out of a loop before its number is closed; on that loop's own thread where it runs."""

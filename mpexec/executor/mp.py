@@ -114,7 +114,7 @@ class MPExecutor(Executor):
             self._opened = stack.pop_all()
         # Neither the monitor's thread nor the finalizer holds the executor itself: an executor that nobody refers to is
         # released, as one that lives to the end of the interpreter is.
-        self._finalizer = weakref.finalize(self, _release_forgotten, self._group, self._opened, self.spec.stop_timeout)
+        self._finalizer = weakref.finalize(self, _release_forgotten, weakref.ref(self), self._group, self._opened)
         self._enter(State.READY)
 
     def _start_processes(self) -> None:
@@ -380,7 +380,6 @@ class MPExecutor(Executor):
         pending.reports = False
         pending.on_failure = self._stop_others
         pending.closer = self._background_over
-        pending.defer = self._defer
         return pending
 
     def _stop_others(self, background: PendingCall) -> None:
@@ -458,9 +457,6 @@ class MPExecutor(Executor):
         if pending.deadline.at_ns is not None:
             self._group.monitor.wake()  # it sleeps until the soonest expiry that it knows
         pending.on_failure = lambda _: self._group.monitor.wake()
-
-    def _run_callback(self, callback: Callable[[], None]) -> None:
-        self._inbox.later(callback)
 
     def _give_up(self, pending: PendingCall | None) -> None:
         self._inbox.let_go(threading.get_ident())
@@ -580,6 +576,7 @@ class MPExecutor(Executor):
             self._ender.join(deadline.remaining())
         self._finalizer.detach()
         self._opened.close()
+        self._callbacks.close()
 
     # -- what people see -----------------------------------------------------------------------------------------
 
@@ -639,10 +636,15 @@ def _disown_in_child() -> None:
 os.register_at_fork(after_in_child=_disown_in_child)
 
 
-def _release_forgotten(group: RankGroup, opened: contextlib.ExitStack, stop_timeout: float) -> None:
-    if os.getpid() != group._owner:
+def _release_forgotten(executor_ref: weakref.ref[MPExecutor], group: RankGroup, opened: contextlib.ExitStack) -> None:
+    """Release an executor that was collected, or that is still there when the interpreter ends."""
+    if os.getpid() != group.owner_pid:
         return
-    group.end(Deadline.after(min(stop_timeout, 2.0)))
+    executor = executor_ref()
+    if executor is not None:
+        executor.release()  # its calls in flight end as with any release
+        return
+    group.end(Deadline.after(min(group.spec.stop_timeout, 2.0)))
     opened.close()
 
 

@@ -52,7 +52,6 @@ class PendingCall:
         bare: The caller named one reply rank as an integer and gets its value without a list.
         closer: Called once, as the first thing when the call is over, in the thread that drains.
         on_failure: Called once, when the first rank has failed.
-        defer: Runs the callbacks of `on_done` at a better moment than in the midst of draining.
     """
 
     # Defaults on the class: a call is made a hundred thousand times a second, and most of these never change.
@@ -66,7 +65,6 @@ class PendingCall:
     gate: threading.Lock | None = None
     closer: Callable[[PendingCall], None] | None = None
     on_failure: Callable[[PendingCall], None] | None = None
-    defer: Callable[[Callable[[], None]], None] | None = None
     _failures: tuple[_Ending, ...] = ()
     _first_failure_ns = 0
     _on_done: list[Callable[[PendingCall], None]] | None = None
@@ -190,9 +188,10 @@ class PendingCall:
             self.closer(self)
         while self._on_done:
             try:
-                self._later(self._on_done.pop(0))
+                callback = self._on_done.pop(0)
             except IndexError:  # `on_done`, in another thread, took its callback back
                 break
+            callback(self)
         gate = self.gate
         if gate is not None:
             open_gate(gate)
@@ -200,7 +199,7 @@ class PendingCall:
             self._changed()
 
     def on_done(self, callback: Callable[[PendingCall], None]) -> None:
-        """Call `callback(self)` when the call is over; at once if it is over already."""
+        """Call `callback(self)` when the call is over, in the thread that drains; at once if it is over already."""
         if self._on_done is None:
             self._on_done = []
         self._on_done.append(callback)
@@ -210,12 +209,6 @@ class PendingCall:
             except ValueError:  # `finish`, in another thread, has taken it
                 return
             callback(self)
-
-    def _later(self, callback: Callable[[PendingCall], None]) -> None:
-        if self.defer is None:
-            callback(self)
-        else:
-            self.defer(lambda: callback(self))
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Call `changed()` whenever the call is over or its next expiry has changed."""

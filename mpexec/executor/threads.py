@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -70,46 +69,3 @@ async def in_thread(
             cancel()
             await over.wait()
         raise
-
-
-class Callbacks:
-    """Runs users' callbacks apart from the threads that drain replies, which may be anybody's and must not wait.
-
-    One thread does it all, unless a callback takes its time (it may wait for a call): then the next gets another.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-        self._threads: list[threading.Thread] = []
-
-    def post(self, work: Callable[[], None]) -> None:
-        """Run `work` soon, and return."""
-        with self._lock:
-            if self._idle > 0:
-                self._idle -= 1
-            else:
-                thread = threading.Thread(target=self._run, name="mpexec-callbacks", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._queue.put(work)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            try:
-                work()
-            except Exception:
-                logger.exception("a callback failed")
-            with self._lock:
-                self._idle += 1
-
-    def close(self) -> None:
-        """End the threads after the work they have; may be called on one of them."""
-        with self._lock:
-            threads, self._threads = self._threads, []
-        for _ in threads:
-            self._queue.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(1.0)

@@ -412,6 +412,7 @@ class UniExecutor(Executor):
             asyncio.run_coroutine_threadsafe(self._leave(), self._own_loop)
         if threading.current_thread() is not self._thread:
             self._thread.join(0.1 if broken else self.spec.stop_timeout * 0.5)
+        self._callbacks.close()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             logger.warning("thread left behind in a call that does not end: %s", self._thread.name)
 

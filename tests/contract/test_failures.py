@@ -31,6 +31,7 @@ from mpexec import (
     StartupError,
 )
 from mpexec.executor.base import State
+from mpexec.executor.pending import PendingCall
 
 
 def usable(executor: Executor) -> bool:
@@ -352,9 +353,7 @@ def test_a_jump_of_the_wall_clock_does_not_matter(executor: Executor, monkeypatc
 def test_a_long_call_without_a_timeout_is_reported_and_goes_on(
     executor: Executor, go: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from mpexec.executor import pending
-
-    monkeypatch.setattr(pending, "_FIRST_REPORT_NS", 30_000_000)
+    monkeypatch.setattr(PendingCall, "_step_ns", 30_000_000)
     with caplog.at_level(logging.WARNING, "mpexec"):
         call = InThread(lambda: executor.collective_rpc("wait_for_file", (str(go), "done"), reply_ranks=0))
         until(lambda: [r for r in caplog.records if "wait_for_file" in r.getMessage()], "a report of the long call")
@@ -367,9 +366,7 @@ def test_a_long_call_without_a_timeout_is_reported_and_goes_on(
 async def test_waiting_for_the_tasks_of_a_healthy_executor_is_not_reported(
     fresh: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from mpexec.executor import pending
-
-    monkeypatch.setattr(pending, "_FIRST_REPORT_NS", 10_000_000)
+    monkeypatch.setattr(PendingCall, "_step_ns", 10_000_000)
     executor = fresh()
     await executor.start_async()
     with caplog.at_level(logging.WARNING, "mpexec"):

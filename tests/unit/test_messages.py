@@ -127,12 +127,6 @@ def test_real_errors_do_not_look_like_consequences(error: Exception) -> None:
     assert not looks_like_lost_peer(error)
 
 
-def test_a_call_knows_whose_values_it_wants() -> None:
-    assert all(Call(1, "m").wants_value(rank) for rank in range(99))
-    assert [Call(1, "m", reply_ranks=(1,)).wants_value(rank) for rank in range(3)] == [False, True, False]
-    assert not Call(1, "m", reply_ranks=()).wants_value(0)
-
-
 def test_methods_have_names_for_people() -> None:
     assert method_name("forward") == "forward"
     assert method_name(travel) == "travel"

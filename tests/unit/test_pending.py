@@ -43,7 +43,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def call(ranks: int = 3, grace: float | None = 1.0, timeout: float | None = None, **options: Any) -> PendingCall:
     everyone = tuple(range(ranks))
     wanted = options.pop("reply_ranks", everyone)
-    return PendingCall(1, "forward", everyone, wanted, Deadline.after(timeout), grace, **options)
+    pending = PendingCall(1, "forward", everyone, wanted, Deadline.after(timeout), grace)
+    for name, value in options.items():
+        setattr(pending, name, value)
+    return pending
+
+
+def enter(table: CallTable, pending: PendingCall) -> None:
+    """Put a call into the table under a fresh id."""
+    pending.call_id = table.next_id()
+    table.by_id[pending.call_id] = pending
 
 
 def test_values_are_ordered_by_rank_whatever_the_order_of_arrival() -> None:
@@ -320,8 +329,7 @@ def test_ids_ascend_and_calls_are_found_until_they_are_closed() -> None:
     table = CallTable()
     first, second = call(), call()
     for pending in (first, second):
-        pending.call_id = table.next_id()
-        table.open(pending)
+        enter(table, pending)
     assert first.call_id < second.call_id == table.last_id
     assert table.get(first.call_id) is first
     assert table.in_flight() == [first, second]
@@ -335,9 +343,8 @@ def test_ending_all_spares_one_and_remembers_the_methods() -> None:
     table = CallTable()
     calls = [call() for _ in range(3)]
     for pending in calls:
-        pending.call_id = table.next_id()
         pending.closer = table.close
-        table.open(pending)
+        enter(table, pending)
     table.end_all(stopped_error, but=calls[1])
     assert [pending.done for pending in calls] == [True, False, True]
     assert isinstance(calls[0].error, ExecutorStoppedError)
