@@ -41,22 +41,6 @@ def method_name(method: str | Callable[..., Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """One rank has finished one call; `value` is None where it was not asked for."""
-
-    call_id: int
-    rank: int
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What an agent put out on the output rank, pushed to the driver without having been asked for."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
     """A rank has built its agent.
 
@@ -219,7 +203,7 @@ def unpicklable(value: Any, error: BaseException, what: str, *, rank: int | None
     """The error for a value that cannot be pickled, naming what it is and the remedy."""
     name = _qualified(type(value))
     return SerializationError(
-        f"{what} cannot be pickled: {error} (top-level type {name}). Pass plain data, arrays or tensors, "
+        f"{what} cannot be pickled: {_text_of(error)} (top-level type {name}). Pass plain data, arrays or tensors, "
         "or objects whose class is importable on both sides.",
         type_name=name,
         rank=rank,

@@ -248,20 +248,34 @@ class Snapshot:
 
         Processes that are left are killed, so that the next test begins clean.
         """
-        if self._new_descriptors() or self._new_threads() or self._new_processes():
-            gc.collect()
         end = time.monotonic() + bound
-        found = self._process_leaks(end)
-        for thread in self._new_threads():
-            thread.join(max(0.0, end - time.monotonic()))
+        found = self._process_leaks(end) if self._settle(end) else []
         found += [f"thread {thread.name!r} still runs" for thread in self._new_threads()]
         found += [f"descriptor {fd} -> {link}" for fd, link in self._new_descriptors().items()]
-        found += [f"/dev/shm/{name}" for name in self._new_shared_memory()]
+        found += [f"/dev/shm/{name}" for name in self._new_shared_memory(end)]
         found += [f"temporary file {name}" for name in sorted(_temporary_names() - self.temporary)]
         found += self._changed_settings()
         found += [f"asyncio said: {text}" for text in self.noise.texts if NOISE.search(text)]
         found += [f"on stderr: {line}" for line in stderr.splitlines() if NOISE.search(line)]
         return found
+
+    def _settle(self, end: float) -> bool:
+        """Wait for what is about to end; False if nothing is new.
+
+        What nobody refers to any more is collected, again after each wait: a thread that ends may have held it.
+        """
+        if not (self._new_descriptors() or self._new_threads() or self._new_processes()):
+            return False
+        while time.monotonic() < end:
+            gc.collect()
+            if not (self._new_descriptors() or self._new_threads()):
+                break
+            threads = list(self._new_threads())
+            for thread in threads:
+                thread.join(0.1 / len(threads))
+            if not threads:  # a descriptor sends no event when it is closed
+                select.select([], [], [], 0.02)
+        return True
 
     def _new_processes(self) -> set[int]:
         servers = {server.pid for server in _fork_servers()}
@@ -300,9 +314,15 @@ class Snapshot:
             if self.descriptors.get(fd) != link and fd not in allowed
         }
 
-    def _new_shared_memory(self) -> list[str]:
+    def _new_shared_memory(self, end: float) -> list[str]:
+        """Names that stay; another program's are its own business as long as it lives, or come and go."""
         new = set(_listdir("/dev/shm")) - self.shared_memory
-        return [name for name in sorted(new) if not _used_by_others(f"/dev/shm/{name}") and _exists(f"/dev/shm/{name}")]
+        while new and time.monotonic() < end:
+            new = {name for name in new if os.path.exists(f"/dev/shm/{name}")}
+            new = {name for name in new if not _used_by_others(f"/dev/shm/{name}")}
+            if new:
+                select.select([], [], [], 0.05)  # a name sends no event when it goes
+        return sorted(new)
 
     def _changed_settings(self) -> list[str]:
         found = []
@@ -315,10 +335,6 @@ class Snapshot:
             if handler != before and getattr(before, "__module__", "") != "pytest_timeout":  # unset when a test fails
                 found.append(f"handler of signal {number} was {before!r} and is {handler!r}")
         return found
-
-
-def _exists(path: str) -> bool:
-    return os.path.exists(path)
 
 
 # -- tasks -------------------------------------------------------------------------------------------------------------

@@ -71,11 +71,13 @@ class Executor:
         self._state_lock = threading.RLock()
         self._changed = threading.Condition(self._state_lock)
         self._start_lock = threading.Lock()
+        self._release_lock = threading.RLock()
         self._root: BaseException | None = None
         self._calls = CallTable()
         self._methods: frozenset[str] = frozenset()
         self._background: PendingCall | None = None
         self._stopping = False
+        self._awaiters = 0
         self._usable = False  # the state allows calls; kept beside it because every call asks
         self._told = False  # a caller has been told why the executor is broken
         self._all_ranks = tuple(self.topology.ranks)
@@ -176,12 +178,12 @@ class Executor:
             Exception: What the method raised on a rank, with `__cause__` a `RemoteTraceback` and further failures in
                 `.others`. If every rank answered, the executor stays usable; else it is BROKEN.
         """
-        pending: PendingCall | None = None
+        begun: list[PendingCall] = []  # filled before anything is sent, so that a Ctrl-C at any moment can give it up
         try:
-            pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout, waits=True)
+            pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout, begun)
             self._wait(pending)
         except BaseException:
-            self._give_up(pending)
+            self._give_up(begun)
             raise
         return self._outcome(pending)
 
@@ -233,6 +235,8 @@ class Executor:
                 future.set_result(done.outcome())
             except BaseException as error:
                 future.set_exception(error)
+            finally:
+                future.abandon = None
 
         pending.on_done(hand_over)
         self._leave_unwaited(pending)
@@ -256,6 +260,15 @@ class Executor:
         if pending.error is not None and not isinstance(pending.error, ExecutorStoppedError):
             self._background_failed(pending.error)
 
+    def _check_running(self) -> None:
+        """Raise what a call must raise that only makes sense between `start` and `stop`."""
+        self._check_alive()
+        if self._state is not State.RUNNING:
+            error = self._background_error()
+            if error is not None:
+                raise error
+            raise WrongStateError(f"the executor is {self._state.name}: start it first", state=self._state.name)
+
     def _outcome(self, pending: PendingCall) -> Any:
         try:
             return pending.outcome()
@@ -272,9 +285,13 @@ class Executor:
         ranks: Ranks | None,
         reply_ranks: Ranks | None,
         timeout: float | None,
-        waits: bool = False,
+        waits: list[PendingCall] | None = None,
     ) -> PendingCall:
-        """Check everything, open the call's entry and send it; `waits` if this thread is going to wait for it."""
+        """Check everything, open the call's entry and send it.
+
+        Args:
+            waits: Given if this thread is going to wait for the call; receives it before anything is sent.
+        """
         if not self._usable:
             raise self._why_unusable()
         if type(method) is str:
@@ -295,7 +312,9 @@ class Executor:
         pending = PendingCall(0, name, chosen, wanted, deadline, self._grace)
         if reply_ranks is not None:
             pending.bare = isinstance(reply_ranks, int)
-        pending.waited = waits
+        if waits is not None:
+            pending.waited = 1
+            waits.append(pending)
         pending.closer = self._closer
         self._post(pending, method, args, kwargs, None if reply_ranks is None else wanted, args_per_rank)
         return pending
@@ -340,9 +359,9 @@ class Executor:
         """Forget a call whose caller has gone."""
         raise NotImplementedError
 
-    def _give_up(self, pending: PendingCall | None) -> None:
+    def _give_up(self, begun: list[PendingCall]) -> None:
         """The thread that was to wait for a call goes away, perhaps before it was sent."""
-        if pending is not None:
+        for pending in begun:
             self._abandon(pending)
 
     def _start_ranks(self) -> None:
@@ -392,16 +411,19 @@ class Executor:
             ExecutorBrokenError: A rank was lost before.
         """
         with self._start_lock:
-            self._await_stopped(self.spec.stop_timeout)
+            if not self._await_stopped(self.spec.stop_timeout):
+                raise WrongStateError("a rank is still at its last stop: start again later", state=self._state.name)
             if self._state is State.RUNNING:
                 return
             self._check_alive()
+            self._calls.ended.clear()
             self._start_ranks()
 
     async def wait_tasks(self) -> None:
         """Wait until a background task of any rank fails, stop the others, and raise that error.
 
         Returns only after `stop`. May be awaited on several loops at once; an error that came before is raised at once.
+        Cancelling one of several awaiters leaves the tasks alone; cancelling the last one stops them.
 
         Raises:
             BaseException: The root cause, with its own type and remote traceback.
@@ -410,7 +432,15 @@ class Executor:
         if background is None:
             self._check_alive()
             return
-        await self._wait_async(background)
+        self._awaiters += 1
+        try:
+            await self._wait_async(background)
+        except asyncio.CancelledError:
+            if self._awaiters == 1 and not background.done:  # the last one: nobody would hear of the tasks any more
+                await asyncio.shield(in_thread(self._stop_once, name="mpexec-stop"))
+            raise
+        finally:
+            self._awaiters -= 1
         # The stop that ended it, or that its failure has set off, is to be over, so that `start` may follow.
         await in_thread(lambda: self._await_stopped(_SETTLE_S), name="mpexec-settle")
         if background.error is not None:
@@ -444,10 +474,10 @@ class Executor:
         finally:
             self._set_stopping(False)
 
-    def _await_stopped(self, seconds: float) -> None:
-        """Wait until no stop is under way."""
+    def _await_stopped(self, seconds: float) -> bool:
+        """Wait until no stop is under way; False if one still is."""
         with self._changed:
-            self._changed.wait_for(
+            return self._changed.wait_for(
                 lambda: self._state not in _ALIVE or not (self._stopping or self._unstopped_ranks()), seconds
             )
 
@@ -457,7 +487,7 @@ class Executor:
 
     def release(self) -> None:
         """Free processes, memory and descriptors. Never raises for what is gone; works after a failure, and twice."""
-        if self._state is not State.RELEASED:
+        with self._release_lock:  # a second caller returns when it is done, too
             self._release_ranks()
 
     @classmethod

@@ -43,12 +43,16 @@ class Callbacks:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of the user's may stop the executor in the midst of it
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     def post(self, work: Callable[[], None]) -> None:
-        """Run `work` soon, one after another, and return."""
+        """Run `work` soon, one after another, and return; after `close`, at once."""
         with self._lock:
+            if self._closed:
+                work()
+                return
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mpexec-callbacks", daemon=True)
                 self._thread.start()
@@ -60,10 +64,12 @@ class Callbacks:
                 work()
             except Exception:
                 logger.exception("a callback failed")
+            del work  # it holds its future, and that the executor
 
     def close(self) -> None:
         """End the thread after the work that it has; may be called on the thread itself."""
         with self._lock:
+            self._closed = True
             thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -69,6 +69,7 @@ class RankGroup:
         self._on_message: Callable[[int, tuple[Any, ...]], None] | None = None
         self._on_death: Callable[[Death], None] | None = None
         self._end_lock = threading.Lock()
+        self._news_lock = threading.Lock()
         if abort is not None:
             abort.attach(lambda: self._news.put(("abort", -1, None)))
         self.owner_pid = os.getpid()
@@ -115,16 +116,18 @@ class RankGroup:
     def _message(self, rank: int, message: Any, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
-        if self._on_message is not None:
-            self._on_message(rank, message)
-        else:
-            self._news.put(("message", rank, message))
+        with self._news_lock:  # `attach` takes what came before it, and nothing falls between
+            if self._on_message is None:
+                self._news.put(("message", rank, message))
+                return
+        self._on_message(rank, message)
 
     def _death(self, death: Death) -> None:
-        if self._on_death is not None:
-            self._on_death(death)
-        else:
-            self._news.put(("death", death.rank, death))
+        with self._news_lock:
+            if self._on_death is None:
+                self._news.put(("death", death.rank, death))
+                return
+        self._on_death(death)
 
     def await_ready(self) -> None:
         """Wait until every rank is ready. On a failure the caller ends the processes.
@@ -202,7 +205,8 @@ class RankGroup:
 
     def attach(self, on_message: Callable[[int, tuple[Any, ...]], None], on_death: Callable[[Death], None]) -> None:
         """From now on, news goes to the executor; what has come meanwhile goes there first."""
-        self._on_message, self._on_death = on_message, on_death
+        with self._news_lock:
+            self._on_message, self._on_death = on_message, on_death
         with contextlib.suppress(queue.Empty):
             while True:
                 kind, rank, news = self._news.get_nowait()
@@ -255,11 +259,12 @@ class RankGroup:
             process.close()
 
 
-def died_error(death: Death, method: str | None) -> WorkerDiedError:
-    """The error for a rank whose process has ended."""
+def died_error(death: Death, method: str | None, states: str = "") -> WorkerDiedError:
+    """The error for a rank whose process has ended; `states` says what all ranks were at."""
     where = f" in {method!r}" if method else " outside any call"
     return WorkerDiedError(
-        f"rank {death.rank} (pid {death.pid}) {death.describe()}{where}{_tail(death.last_lines)}",
+        f"rank {death.rank} (pid {death.pid}) {death.describe()}{where}{_tail(death.last_lines)}"
+        + (f"\nAll ranks: {states}" if states else ""),
         rank=death.rank,
         pid=death.pid,
         exit_code=death.exit_code,

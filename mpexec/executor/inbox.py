@@ -43,7 +43,7 @@ class Waitable(Protocol):
     """What can be waited for: a call, or an output."""
 
     done: bool
-    waited: bool
+    waited: int
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Ask to be told of changes."""
@@ -98,6 +98,7 @@ class Inbox:
         self._events: deque[Callable[[], None]] = deque()
         self._leader: int | None = None
         self._leader_parked = False
+        self._polling = False
         self._followers: deque[tuple[int, threading.Lock]] = deque()
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._probing: list[asyncio.AbstractEventLoop] = []
@@ -131,7 +132,10 @@ class Inbox:
                 self._pump(handlers)
             finally:
                 self._pumper = 0
-        if self._leader_parked and self._leader != me:
+        if self._events and not self._closed:  # of a signal handler that ran when the last look was over
+            self.pump()
+            return
+        if self._leader_parked and (self._leader != me or self._polling):
             self.kick()
 
     def _pump(self, handlers: Handlers) -> None:
@@ -164,8 +168,8 @@ class Inbox:
         self.pump()
 
     def kick(self) -> None:
-        """Wake the leader if it sleeps: another thread may have ended its call."""
-        if self._leader_parked and self._leader != threading.get_ident():
+        """Wake the leader: another thread, or a signal handler during its own sleep, may have ended its call."""
+        if not self.bells[0].closed:
             linux.ring_eventfd(self.bells[0].fd)
 
     # -- the parked word -----------------------------------------------------------------------------------------
@@ -217,7 +221,6 @@ class Inbox:
     def wait(self, pending: PendingCall) -> None:
         """Block this thread until the call is over."""
         me = threading.get_ident()
-        pending.waited = True
         try:
             while not pending.done:
                 if self.claim(me):
@@ -283,7 +286,13 @@ class Inbox:
         poll = select.poll()
         poll.register(bell, select.POLLIN)
         expiry = pending.next_expiry()
-        poll.poll(Deadline(expiry).poll_ms())
+        self._polling = True
+        try:
+            if pending.done:
+                return
+            poll.poll(Deadline(expiry).poll_ms())
+        finally:
+            self._polling = False
         linux.drain_eventfd(bell)
         self.pump()
         if not pending.done and expiry is not None and time.monotonic_ns() >= expiry:
@@ -336,13 +345,14 @@ class Inbox:
             else:
                 _call_soon(loop, woken.set)
 
-        waiting.waited = True
+        waiting.waited += 1
         waiting.watch(changed)
         self._attach(loop)
         try:
             while not waiting.done:
                 await self._sleep_async(loop, waiting, woken)
         finally:
+            waiting.waited -= 1
             waiting.unwatch(changed)
             self._detach(loop)
 

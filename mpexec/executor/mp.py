@@ -22,8 +22,10 @@ from mpexec.errors import (
     MpexecError,
     RPCTimeoutError,
     SerializationError,
+    StartupError,
     TransportError,
     WrongStateError,
+    attach_others,
 )
 from mpexec.executor.base import Executor, Method, State
 from mpexec.executor.group import RankGroup, StartAbort, died_error
@@ -37,7 +39,7 @@ from mpexec.messages import Failure
 from mpexec.processes import Death, refuse_while_importing_main
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver
 from mpexec.transport.frame import PROTOCOL, Frame, encode, is_plain
-from mpexec.transport.linux import ring_eventfd
+from mpexec.transport.linux import fence, ring_eventfd
 from mpexec.transport.ring import WANT_SPACE, Record
 from mpexec.worker.main import LinkFacts
 
@@ -100,6 +102,7 @@ class MPExecutor(Executor):
         self._trim_planned = False
         self.has_backlog = False
         self._writing = False
+        self._is_freed = False
         self._ender: threading.Thread | None = None
         self._owner = os.getpid()
         _executors.add(self)
@@ -111,11 +114,23 @@ class MPExecutor(Executor):
             stack.callback(self._group.close)
             stack.callback(self._group.end, Deadline.after(self.spec.init_timeout))
             self._start_processes()
+            stack.callback(self._callbacks.close)
+            with self._state_lock:
+                if self._state is State.BROKEN:  # a rank died in the moment after it had become ready
+                    raise self._start_broken()
+                self._enter(State.READY)
             self._opened = stack.pop_all()
         # Neither the monitor's thread nor the finalizer holds the executor itself: an executor that nobody refers to is
         # released, as one that lives to the end of the interpreter is.
         self._finalizer = weakref.finalize(self, _release_forgotten, weakref.ref(self), self._group, self._opened)
-        self._enter(State.READY)
+
+    def _start_broken(self) -> StartupError:
+        root = self._root
+        assert root is not None
+        error = StartupError(f"a rank was lost when all had become ready: {first_line(root)}", phase="ready")
+        error.__cause__ = root
+        error.rank = getattr(root, "rank", None)
+        return error
 
     def _start_processes(self) -> None:
         facts = LinkFacts(self._link.generation, self.world_size, self.spec.shared_views)
@@ -171,15 +186,21 @@ class MPExecutor(Executor):
         reply_ranks: tuple[int, ...] | None,
         args_per_rank: Sequence[tuple[Any, ...]] | None,
     ) -> None:
+        parcels: list[tuple[Parcel, tuple[int, ...]]] = []
         try:
             if args_per_rank is None:
                 addressed = () if pending.ranks is self._all_ranks else pending.ranks
-                parcels = [(self._pack(pending, (method, args, kwargs or {}, reply_ranks), pending.ranks), addressed)]
+                content = (method, args, kwargs or {}, reply_ranks)
+                parcels.append((self._pack(pending, content, pending.ranks), addressed))
             else:
-                parcels = [
-                    (self._pack(pending, (method, own, kwargs or {}, reply_ranks), (rank,)), (rank,))
-                    for own, rank in zip(args_per_rank, pending.ranks, strict=True)
-                ]
+                for own, rank in zip(args_per_rank, pending.ranks, strict=True):
+                    content = (method, own, kwargs or {}, reply_ranks)
+                    parcels.append((self._pack(pending, content, (rank,)), (rank,)))
+        except BaseException:
+            for parcel, _ in parcels:
+                self._link.sender.discard(parcel)
+            raise
+        try:
             self._write(pending, parcels)
         except (ValueError, OSError) as error:
             if self._state is not State.RELEASED:
@@ -226,6 +247,9 @@ class MPExecutor(Executor):
             self._backlog.append((kind, call_id, parcel, ranks))
             self.has_backlog = True
             self._link.board.words[WANT_SPACE] = 1
+            # A rank that made room before it could see that word wakes nobody: look once more.
+            fence()
+            self.flush()
 
     def _write_record(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> bool:
         self._writing = True  # the lock does not stop a signal handler on this thread from sending in between
@@ -287,7 +311,7 @@ class MPExecutor(Executor):
         if isinstance(value, Failure):
             self._background_failed(value.to_exception())
         else:
-            self._outputs.put(value)
+            self._outputs.put(value, receiver.ring.tail + 1)
 
     def on_corrupt(self, rank: int, error: TransportError) -> None:
         """A reader that missed something must not continue."""
@@ -307,26 +331,35 @@ class MPExecutor(Executor):
     def _unstopped_ranks(self) -> bool:
         return bool(self._unstopped)
 
-    def _tell_to_stop(self) -> None:
-        """Tell every rank to stop its tasks and to drop the calls sent so far; does not wait."""
+    def _last_id(self) -> int:
+        """Id of the last call sent; every call up to it is in the table."""
+        with self._link.sender.lock:
+            return self._calls.last_id
+
+    def _tell_to_stop(self, last_id: int) -> None:
+        """Tell every rank to stop its tasks and to drop the calls up to `last_id`; does not wait."""
         for rank in self._all_ranks:
             token = next(self._stop_tokens)
             with self._changed:
                 self._unstopped[rank] = token
-            if not self._group.tell(rank, ("stop", token, self._calls.last_id)):
+            if not self._group.tell(rank, ("stop", token, last_id)):
                 logger.debug("rank %d could not be told to stop", rank)
 
     def _on_death(self, death: Death) -> None:
         """A rank's process has ended; in the pump, after its last replies have been read."""
+        if self._state is State.BROKEN and self._root is not None and _is_news(death):
+            known = getattr(self._root, "others", None)
+            attach_others(self._root, [*(known.exceptions if known else ()), died_error(death, None)])
         if self._state in (State.BROKEN, State.RELEASED):
             return
         self._link.drop_rank(death.rank)
         waiting = (p for p in self._calls.in_flight() if death.rank in p.missing and p is not self._background)
         first = next(waiting, None)
         method = self._method_in(death.rank) or (first.method if first is not None else None)
-        root = died_error(death, method)
+        states = self._states_text()
+        root = died_error(death, method, states)
         # The call that the rank was in gets the root cause itself, the others an error of their own that says the same.
-        self._break(root, lambda pending: root if pending is first else died_error(death, method))
+        self._break(root, lambda pending: root if pending is first else died_error(death, method, states))
 
     def _method_in(self, rank: int) -> str | None:
         call_id, _, _ = self._link.ranks[rank].progress()
@@ -337,6 +370,8 @@ class MPExecutor(Executor):
     def _closed_call(self, pending: PendingCall) -> None:
         self._calls.close(pending)
         if pending.stuck and pending.error is not None:
+            with contextlib.suppress(Exception):  # a user's class may refuse notes
+                pending.error.add_note(f"the other ranks did not answer; {self._states_text()}")
             self._break(pending.error)
 
     def _break(self, root: BaseException, error_for: Callable[[PendingCall], BaseException] | None = None) -> None:
@@ -367,6 +402,9 @@ class MPExecutor(Executor):
         """Everything stops: the background call ends with this error, every other call is ended by it."""
 
         def fail() -> None:
+            if self._state in (State.BROKEN, State.RELEASED):
+                return
+            self._outputs.fail(error)
             background = self._background
             if background is None or self._state is not State.RUNNING:
                 self._background = background = self._new_background()
@@ -384,20 +422,24 @@ class MPExecutor(Executor):
 
     def _stop_others(self, background: PendingCall) -> None:
         """The first rank's background tasks have failed: the others are to stop theirs."""
-        self._tell_to_stop()
+        self._tell_to_stop(self._last_id())
 
     def _background_over(self, background: PendingCall) -> None:
         self._calls.close(background)
         error = background.error
-        if error is None or self._state is not State.RUNNING:
+        if error is None:
             return
+        with self._state_lock:
+            if self._state is not State.RUNNING:
+                return
+            if not background.stuck:
+                self._enter(State.STOPPED)
         if background.stuck:
             self._break(error)
             return
         if not background.failed:
             self._stop_others(background)
         self._outputs.fail(error)
-        self._enter(State.STOPPED)
         self._calls.end_all(lambda pending: stopped_by_error(pending, error))
 
     def expire(self, waiting: Waitable) -> None:
@@ -418,6 +460,8 @@ class MPExecutor(Executor):
             logger.warning("waiting for %r (call %d): %s", pending.method, pending.call_id, self._states_text())
 
     def _time_out(self, pending: PendingCall, missing: tuple[int, ...], stacks: dict[int, str]) -> None:
+        if pending.done:  # stopped or abandoned while the stacks were collected
+            return
         error = RPCTimeoutError(
             f"{pending.method!r} (call {pending.call_id}): no answer from ranks {list(missing)} by the deadline.\n"
             f"{self._states_text()}\n" + "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items()),
@@ -457,10 +501,12 @@ class MPExecutor(Executor):
         if pending.deadline.at_ns is not None:
             self._group.monitor.wake()  # it sleeps until the soonest expiry that it knows
         pending.on_failure = lambda _: self._group.monitor.wake()
+        if pending.failed:  # before that callback was there
+            self._group.monitor.wake()
 
-    def _give_up(self, pending: PendingCall | None) -> None:
+    def _give_up(self, begun: list[PendingCall]) -> None:
         self._inbox.let_go(threading.get_ident())
-        super()._give_up(pending)
+        super()._give_up(begun)
 
     def _abandon(self, pending: PendingCall) -> None:
         if pending.done or self._calls.get(pending.call_id) is not pending:
@@ -476,7 +522,7 @@ class MPExecutor(Executor):
 
     async def forward_async(self, inputs: Any) -> None:
         """Hand one input to every rank's agent; returns when it is sent. At most `max_outputs` may be in flight."""
-        self._check_alive()
+        self._check_running()
         room = self._outputs.make_room()
         try:
             await self._inbox.wait_async(room)
@@ -497,6 +543,8 @@ class MPExecutor(Executor):
         """Wait for the next output of the output rank's agent, in the order of the inputs."""
         wait = self._outputs.take()
         try:
+            if not wait.done:
+                self._check_running()
             await self._inbox.wait_async(wait)
         except BaseException:
             self._outputs.withdraw(wait)
@@ -510,7 +558,7 @@ class MPExecutor(Executor):
     def _start_ranks(self) -> None:
         self._inbox.pump()  # outputs of an earlier run are in the rings by now, and must not be taken for new ones
         self._outputs.reset()
-        start = self._begin("start", (), None, None, None, (), None)
+        start = self._begin("start", (), None, None, None, (), self.spec.init_timeout)
         try:
             self._wait(start)
             start.outcome()
@@ -535,11 +583,12 @@ class MPExecutor(Executor):
         if os.getpid() != self._owner:
             return
         deadline = Deadline.after(self.spec.stop_timeout)
+        last_id = self._last_id()
         self._inbox.post(self._end_calls_stopped)
-        self._tell_to_stop()
+        self._tell_to_stop(last_id)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._state is State.BROKEN or not self._unstopped, deadline.share(0.4).remaining()
+                lambda: self._state is State.BROKEN or not self._unstopped, deadline.share(0.7).remaining()
             )
             stuck = sorted(self._unstopped)
             if not stuck and self._state in (State.READY, State.RUNNING):
@@ -562,10 +611,11 @@ class MPExecutor(Executor):
         if os.getpid() != self._owner:  # a forked child: all of this is its parent's
             return
         with self._state_lock:
-            was, stopping = self._state, self._stopping
-            if was is State.RELEASED:
+            stopping = self._stopping
+            if self._state is not State.RELEASED:
+                self._enter(State.RELEASED)
+            if self._is_freed:
                 return
-            self._enter(State.RELEASED)
         deadline = Deadline.after(self.spec.stop_timeout)
         if stopping:
             with self._changed:
@@ -576,7 +626,7 @@ class MPExecutor(Executor):
             self._ender.join(deadline.remaining())
         self._finalizer.detach()
         self._opened.close()
-        self._callbacks.close()
+        self._is_freed = True
 
     # -- what people see -----------------------------------------------------------------------------------------
 
@@ -646,6 +696,11 @@ def _release_forgotten(executor_ref: weakref.ref[MPExecutor], group: RankGroup, 
         return
     group.end(Deadline.after(min(group.spec.stop_timeout, 2.0)))
     opened.close()
+
+
+def _is_news(death: Death) -> bool:
+    """True for an end that was not our doing: after a break, ranks leave because they are told to."""
+    return death.signal_name is not None and not death.sent_by_us
 
 
 def _settle(pending: PendingCall, now: int) -> None:

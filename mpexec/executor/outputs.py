@@ -16,7 +16,7 @@ class OutputWait:
     def __init__(self, *, is_sender: bool) -> None:
         self.is_sender = is_sender
         self.done = False
-        self.waited = False
+        self.waited = 0
         self.value: Any = None
         self.error: BaseException | None = None
         self._changed: Callable[[], None] | None = None
@@ -55,6 +55,7 @@ class Outputs:
         self._takers: deque[OutputWait] = deque()
         self._senders: deque[OutputWait] = deque()
         self._in_flight = 0
+        self._position = 0
         self._error: BaseException | None = None
 
     def reset(self) -> None:
@@ -64,9 +65,17 @@ class Outputs:
             self._in_flight = 0
             self._error = None
 
-    def put(self, value: Any) -> None:
-        """One output has come."""
+    def put(self, value: Any, position: int = 0) -> None:
+        """One output has come.
+
+        Args:
+            value: The output.
+            position: Where it stood in its ring. A record that a Ctrl-C has had read twice counts once.
+        """
         with self._lock:
+            if position and position <= self._position:
+                return
+            self._position = max(position, self._position)
             taker = self._next(self._takers)
             if taker is None:
                 self._ready.append(value)

@@ -46,6 +46,7 @@ class PendingCall:
 
     Attributes:
         done: True once `values` or `error` are final.
+        waited: How many threads and tasks wait for it; at 0 the monitor sees to its expiries.
         stuck: It ended although some rank had not answered: that rank counts as stuck.
         reports: Waiting for it long without a timeout is worth a log line.
         timed_out: The deadline has passed; answers that come while stacks are collected change nothing any more.
@@ -61,7 +62,7 @@ class PendingCall:
     timed_out = False
     bare = False
     reports = True
-    waited = False
+    waited = 0
     gate: threading.Lock | None = None
     closer: Callable[[PendingCall], None] | None = None
     on_failure: Callable[[PendingCall], None] | None = None
@@ -69,6 +70,7 @@ class PendingCall:
     _first_failure_ns = 0
     _on_done: list[Callable[[PendingCall], None]] | None = None
     _watchers: list[Callable[[], None]] | None = None
+    _announced = False
     _report_ns = 0
     _step_ns = _FIRST_REPORT_NS
 
@@ -179,24 +181,27 @@ class PendingCall:
         self.finish(self._root_cause() if self._failures else None)
 
     def finish(self, error: BaseException | None) -> None:
-        """Make the outcome final and wake whoever waits for it."""
-        if self.done:
+        """Make the outcome final and wake whoever waits for it; one that was interrupted can be called again."""
+        if self._announced:
             return
-        self.error = error
-        self.done = True
-        if self.closer is not None:
-            self.closer(self)
-        while self._on_done:
-            try:
-                callback = self._on_done.pop(0)
-            except IndexError:  # `on_done`, in another thread, took its callback back
-                break
-            callback(self)
-        gate = self.gate
-        if gate is not None:
-            open_gate(gate)
-        if self._watchers:
-            self._changed()
+        if not self.done:
+            self.error = error
+            self.done = True
+        try:
+            if self.closer is not None:
+                self.closer(self)
+            while self._on_done:
+                try:
+                    callback = self._on_done.pop(0)
+                except IndexError:  # `on_done`, in another thread, took its callback back
+                    break
+                callback(self)
+        finally:  # whatever happens above, a Ctrl-C included, nobody is left waiting
+            if self.gate is not None:
+                open_gate(self.gate)
+            if self._watchers:
+                self._changed()
+        self._announced = True
 
     def on_done(self, callback: Callable[[PendingCall], None]) -> None:
         """Call `callback(self)` when the call is over, in the thread that drains; at once if it is over already."""
@@ -271,12 +276,13 @@ class CallTable:
 
     Attributes:
         by_id: The calls in flight.
+        ended: Methods of the calls that were in flight when all were ended, for `describe`.
         late: Replies that came for no call: of abandoned, timed out or stopped ones. Counted and dropped.
     """
 
     def __init__(self) -> None:
         self.by_id: dict[int, PendingCall] = {}
-        self._ended: dict[int, str] = {}
+        self.ended: dict[int, str] = {}
         self._ids = itertools.count(1)
         self.last_id = 0
         self.late = 0
@@ -300,7 +306,7 @@ class CallTable:
     def method_of(self, call_id: int) -> str | None:
         """The method of a call in flight, or of one that was in flight when all were ended."""
         pending = self.by_id.get(call_id)
-        return pending.method if pending is not None else self._ended.get(call_id)
+        return pending.method if pending is not None else self.ended.get(call_id)
 
     def in_flight(self) -> list[PendingCall]:
         """The calls in flight, oldest first."""
@@ -310,7 +316,7 @@ class CallTable:
         """End every call in flight, except `but`, with an error of its own."""
         for pending in self.in_flight():
             if pending is not but:
-                self._ended[pending.call_id] = pending.method
+                self.ended[pending.call_id] = pending.method
                 pending.end_with(make_error(pending))
 
 

@@ -58,7 +58,7 @@ class UniExecutor(Executor):
         self._own_loop = asyncio.SelectorEventLoop()
         self._drop_until = 0
         self._queue: deque[Call] = deque()
-        self._just_started = False
+        self._is_running = False
         self._worker_stopping: concurrent.futures.Future[None] | None = None
         self._current: tuple[Call, int] | None = None
         self._thread = threading.Thread(target=self._run_loop, name="mpexec-uni", daemon=True)
@@ -135,24 +135,32 @@ class UniExecutor(Executor):
             self._calls.by_id[pending.call_id] = pending
             own = args if args_per_rank is None else args_per_rank[0]
             self._queue.append(Call(pending.call_id, method, own, kwargs or {}, reply_ranks))
-            self._own_loop.call_soon_threadsafe(self._run_next)
-        if self._root is not None:
-            pending.end_with(broken_error(self._root))
+            self._own_loop.call_soon_threadsafe(self._run_queue)
+        if not self._usable:  # the state changed meanwhile: whoever ended the calls may have missed this one
+            with self._lock:
+                if pending is self._background and self._root is None:
+                    pending.conclude()
+                else:
+                    pending.end_with(stopped_error(pending) if self._root is None else broken_error(self._root))
+
+    def _run_queue(self) -> None:
+        if not self._is_running:
+            self._is_running = True
+            self._run_next()
 
     def _run_next(self) -> None:
-        """Run one call; after a coroutine was started, its first step comes before the next call."""
-        if self._just_started:
-            self._just_started = False
-            self._own_loop.call_soon(self._run_next)
+        """Run one call, the next one a turn of the loop later: a coroutine's first step comes before it."""
+        if not self._queue:
+            self._is_running = False
             return
         call = self._queue.popleft()
-        if call.call_id <= self._drop_until or self._dispatcher is None:
-            return
-        self._current = (call, time.monotonic_ns())
         try:
-            self._just_started = self._dispatcher.run(call)
+            if call.call_id > self._drop_until and self._dispatcher is not None:
+                self._current = (call, time.monotonic_ns())
+                self._dispatcher.run(call)
         finally:
             self._current = None
+            self._own_loop.call_soon(self._run_next)
 
     def _report(self, call: Call, value: Any, error: BaseException | None) -> None:
         pending = self._calls.get(call.call_id)
@@ -173,7 +181,6 @@ class UniExecutor(Executor):
             raise MpexecError(
                 "a method of the agent cannot wait for a call to its own executor: it would wait for itself"
             )
-        pending.waited = True
         gate = threading.Lock()
         gate.acquire()
         pending.gate = gate
@@ -184,7 +191,6 @@ class UniExecutor(Executor):
                 self._expire(pending)
 
     async def _wait_async(self, pending: PendingCall) -> None:
-        pending.waited = True
         await self._watch(pending)
 
     async def _watch(self, waiting: PendingCall | OutputWait) -> None:
@@ -251,7 +257,8 @@ class UniExecutor(Executor):
     def _abandon(self, pending: PendingCall) -> None:
         if pending.done or self._calls.get(pending.call_id) is not pending:
             return
-        self._calls.close(pending)
+        with self._lock:
+            pending.finish(ExecutorStoppedError(f"{pending.method!r} was abandoned by its caller"))
         if self._dispatcher is not None and not self._own_loop.is_closed():
             self._own_loop.call_soon_threadsafe(self._dispatcher.cancel, pending.call_id)
 
@@ -273,6 +280,9 @@ class UniExecutor(Executor):
 
     def _background_failed(self, error: BaseException) -> None:
         with self._lock:
+            if self._state in (State.BROKEN, State.RELEASED):
+                return
+            self._outputs.fail(error)
             background = self._background
             if background is None or self._state is not State.RUNNING:
                 self._background = background = self._new_background()
@@ -321,7 +331,7 @@ class UniExecutor(Executor):
 
     async def forward_async(self, inputs: Any) -> None:
         """Hand one input to the agent; returns when it is queued. At most `max_outputs` may be in flight."""
-        self._check_alive()
+        self._check_running()
         room = self._outputs.make_room()
         await self._take(room)
         try:
@@ -334,6 +344,12 @@ class UniExecutor(Executor):
     async def get_output_async(self) -> Any:
         """Wait for the next output of the agent, in the order of the inputs."""
         wait = self._outputs.take()
+        if not wait.done:
+            try:
+                self._check_running()
+            except BaseException:
+                self._outputs.withdraw(wait)
+                raise
         await self._take(wait)
         return wait.value
 
@@ -369,7 +385,6 @@ class UniExecutor(Executor):
 
     def _stop_ranks(self) -> None:
         self._end_calls()
-        self._drop_until = self._calls.last_id
         stopping = self._ask_to_stop()
         if threading.current_thread() is self._thread:  # a method of the agent stops its own executor
             stopping.add_done_callback(lambda _: self._enter_stopped())
@@ -380,6 +395,8 @@ class UniExecutor(Executor):
             error = RPCTimeoutError(f"the worker thread did not stop\n{self._stack()}", missing_ranks=(0,))
             self._break(error, PendingCall(0, "stop", (), (), Deadline(None), None))
             return
+        except Exception as failed:  # the agent's own clean-up; the tasks are gone all the same
+            logger.warning("the agent failed while it stopped: %s", first_line(failed))
         self._enter_stopped()
 
     def _enter_stopped(self) -> None:
@@ -390,6 +407,7 @@ class UniExecutor(Executor):
     def _end_calls(self) -> None:
         with self._lock:
             background = self._background
+            self._drop_until = self._calls.last_id
             self._outputs.fail(ExecutorStoppedError("the executor was stopped"))
             self._calls.end_all(
                 stopped_error,
@@ -407,7 +425,6 @@ class UniExecutor(Executor):
             broken = self._state is State.BROKEN
             self._enter(State.RELEASED)
         self._end_calls()
-        self._drop_until = self._calls.last_id
         if not self._own_loop.is_closed():
             asyncio.run_coroutine_threadsafe(self._leave(), self._own_loop)
         if threading.current_thread() is not self._thread:

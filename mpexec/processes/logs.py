@@ -21,8 +21,8 @@ _READ_BYTES = 64 << 10
 # that a pipe can hold, and no more, because another process may go on writing.
 _TURN_BYTES = 4 * _READ_BYTES
 _FINAL_BYTES = 2 * _PIPE_BYTES
-# A pipe that poll calls writable takes PIPE_BUF bytes without blocking.
-_CHUNK_CHARACTERS = 4096
+# A pipe that poll calls writable takes PIPE_BUF (4096) bytes without blocking; a character is up to four bytes.
+_CHUNK_CHARACTERS = 1000
 _PATIENCE_MS = 1000
 
 

@@ -100,7 +100,7 @@ class Monitor:
         """Forget `fd`, before its owner closes it; a number that was never added is ignored.
 
         When this returns, the callback does not run and will not run again. Only on the monitor's own thread it may be
-        the one that is running.
+        the one that is running. A callback that does not return is waited for two seconds, then logged and left.
         """
         if self._foreign():
             return
@@ -110,7 +110,8 @@ class Monitor:
                 with contextlib.suppress(OSError):
                     self._epoll.epoll.unregister(fd)
             if threading.current_thread() is not self._thread:
-                self._idle.wait_for(lambda: self._running_fd != fd)
+                if not self._idle.wait_for(lambda: self._running_fd != fd, _STOP_SECONDS):
+                    logger.warning("a callback of the monitor does not return: name=%s fd=%d", self._thread.name, fd)
 
     def set_timer(self, next_at: Callable[[], int | None], fire: Callable[[], None]) -> None:
         """Call `fire()` on the thread once `next_at()`, in monotonic nanoseconds, has passed; None means not now.

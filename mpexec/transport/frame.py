@@ -85,6 +85,7 @@ def encode(value: Any, what: str) -> Frame:
                 stream = io.BytesIO()
                 buffers.clear()
                 private.clear()
+                tensor_bytes.clear()
                 _cloud_pickler()(stream, keep_in_band, tensor_bytes).dump(value)
     except Exception as error:  # pickling runs code of the user's classes, which may raise anything
         raise unpicklable(value, error, what) from error

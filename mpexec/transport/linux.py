@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -27,7 +28,12 @@ _EFD_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
 _PR_SET_NAME = 15
 
 
-def _refused(call: str, error: int) -> ConfigError:
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
+
+
+def _refused(call: str, error: int) -> ConfigError | OSError:
+    if error in _EXHAUSTED:
+        return OSError(error, f"{call}: {os.strerror(error)}")
     return ConfigError(
         f"the kernel refused {call}: {os.strerror(error)} (Linux {platform.release()}, {platform.machine()}). "
         "mpexec needs Linux 5.3 or newer, and a sandbox that allows this call."

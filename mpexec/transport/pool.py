@@ -107,7 +107,11 @@ class PoolWriter:
             slot.mark = self._next_mark
             self._next_mark += 1
             slot.readers = tuple(readers)
-        copy_into(slot.memory.view()[: source.nbytes], source)
+        try:
+            copy_into(slot.memory.view()[: source.nbytes], source)
+        except BaseException:  # a Ctrl-C in the copy, where the time goes, must not keep the slot for good
+            slot.readers = ()
+            raise
         return Buffer(slot.offset, source.nbytes, slot.index, slot.mark, private)
 
     def _is_free(self, slot: _Slot) -> bool:
@@ -219,7 +223,8 @@ class PoolReader:
         self._shared_views = shared_views
         self._words = _table_words(fd, readers)
         self._mappings: dict[int, tuple[int, _Mapping]] = {}
-        self._exporters: dict[int, weakref.ref[Any]] = {}
+        # By slot and mark: a record that a Ctrl-C has had read twice must not give its slot back early.
+        self._exporters: dict[tuple[int, int], weakref.ref[Any]] = {}
 
     def view(self, buffer: Buffer) -> memoryview:
         """The buffer's bytes: read-only, or writable and private to this process where it says so.
@@ -228,10 +233,18 @@ class PoolReader:
         exporter, a ctypes array over the mapping; a finalizer on the memoryview itself would run while arrays live.
         """
         private = buffer.private and not self._shared_views
+        known = self._exporters.get((buffer.slot, buffer.mark))
+        exporter = known() if known is not None else None
+        if exporter is None:
+            exporter = self._export(buffer, private=private)
+        view = memoryview(exporter).cast("B")
+        return view if buffer.private or self._shared_views else view.toreadonly()
+
+    def _export(self, buffer: Buffer, *, private: bool) -> Any:
         memory = self._map(buffer, private=private)
         exporter = memory.export(buffer.length)
         index, mark, words = buffer.slot * self._n_readers + self._reader, buffer.mark, self._words
-        exporters, key = self._exporters, id(exporter)
+        exporters, key = self._exporters, (buffer.slot, buffer.mark)
         length = -(-buffer.length // PAGE) * PAGE
 
         owner = _process.pid
@@ -245,8 +258,7 @@ class PoolReader:
             words[index] = mark
 
         exporters[key] = weakref.ref(exporter, give_back)
-        view = memoryview(exporter).cast("B")
-        return view if buffer.private or self._shared_views else view.toreadonly()
+        return exporter
 
     def _map(self, buffer: Buffer, *, private: bool) -> linux.Mapping:
         size = _size_class(buffer.length)

@@ -33,9 +33,8 @@ class Loopish(Protocol):
 class ControlThread:
     """Serves the control lane in a daemon thread.
 
-    Messages of the driver: ("stop", token, last call id), ("exit", seconds), ("ping", token). Answers:
-    ("stopped", token, error text or None), ("pong", token, facts). The end of the lane, or of the driver, ends
-    this rank and its process group.
+    Messages of the driver: ("stop", token, last call id), ("exit", seconds). Answer: ("stopped", token, error text or
+    None). The end of the lane, or of the driver, ends this rank and its process group.
 
     Args:
         lane: The control lane.
@@ -100,9 +99,7 @@ class ControlThread:
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
-        if kind == "ping":
-            self._lane.send(("pong", rest[0], self._server.describe()))
-        elif kind == "stop":
+        if kind == "stop":
             token, self._server.drop_until = rest
             self._on_loop(lambda: self._hold(self._stop(token), "stop"))
         elif kind == "exit":

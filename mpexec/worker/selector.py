@@ -50,11 +50,12 @@ class RingSelector(selectors.EpollSelector):
             return super().select(timeout)
         self.loop_has_work = False
         spinner = self._spinner
+        timer = None if timeout is None else time.monotonic() + timeout
         for _ in range(_LOOK_AROUND):
             if not has_news() and not (spinner.wants_to_spin() and spinner.spin(has_news)):
-                return self._sleep(timeout)
+                return self._sleep(None if timer is None else max(0.0, timer - time.monotonic()))
             self._serve()
-            if self.loop_has_work:
+            if self.loop_has_work or (timer is not None and time.monotonic() >= timer):
                 break
         return super().select(0)
 

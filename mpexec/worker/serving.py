@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import pickle
 import time
 from collections import deque
 from typing import Any
 
-from mpexec.errors import MpexecError, SerializationError
+from mpexec.errors import SerializationError
 from mpexec.messages import Call, Failure
 from mpexec.transport import linux
 from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver, Sender
@@ -51,7 +50,6 @@ class RankServer:
         self._trimmer: asyncio.TimerHandle | None = None
         self.worker: BaseWorker | None = None
         self.drop_until = 0
-        self.exiting: asyncio.Event | None = None
 
     def serve(self, worker: BaseWorker) -> None:
         """Begin to answer for `worker`; on the thread that will run the loop."""
@@ -72,7 +70,7 @@ class RankServer:
         self._progress[WANT_SPACE] = 1
         linux.fence()
         ring = self._replies.ring
-        return ring.backlog < ring.capacity // 2
+        return ring.backlog <= ring.capacity // 2
 
     def serve_calls(self) -> None:
         """Read and run calls until there is none, a reply has to wait, or the loop deserves a turn.
@@ -159,7 +157,7 @@ class RankServer:
         """Push one output to the driver; an output that cannot be pickled is sent as that failure."""
         try:
             parcel = self._replies.pack(encode(value, "an output"), (0,))
-        except MpexecError as error:
+        except Exception as error:  # whatever it is, the driver hears of it
             if isinstance(error, SerializationError):
                 error.rank = self._rank
             failure = Failure.of(error, call_id=0, rank=self._rank, method="forward", dumps=dumps)
@@ -213,7 +211,3 @@ class RankServer:
         self._unsent = deque(item for item in self._unsent if item[0] != OUTPUT)
         await self._dispatcher.await_method("wait_tasks", 1.0)  # it returns now that its tasks have ended
         await self._dispatcher.cancel_all()
-
-    def describe(self) -> dict[str, Any]:
-        """What this rank is doing, for a ping."""
-        return {"pid": os.getpid(), "call_id": self._progress[PROGRESS_CALL], "done": self._done_count}

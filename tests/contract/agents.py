@@ -94,6 +94,11 @@ def whoami(worker: BaseWorker) -> tuple[int, int]:
     return worker.rank, worker.world_size
 
 
+def pin(worker: BaseWorker, core: int) -> None:
+    """Let this rank run on one core only."""
+    os.sched_setaffinity(0, {core})
+
+
 def add_to_rank(worker: BaseWorker, number: int, *, times: int = 1) -> int:
     return (worker.rank + number) * times
 
@@ -168,21 +173,11 @@ class Agent(ModelAgent):
         while entry not in self.log:
             await asyncio.sleep(0.001)
 
-    def block(self, fd: int) -> str:
-        """Block this rank's thread until the pipe at `/proc/<driver>/fd/N`, opened beforehand, ends."""
-        os.read(fd, 1)
-        return "unblocked"
-
     def wait_for_file(self, path: str, value: Any = None) -> Any:
         """Block this rank's thread until the file exists."""
         self.log.append(("waits", value))
         while not os.path.exists(path):
             time.sleep(0.002)
-        return value
-
-    def nap(self, seconds: float, value: Any = None) -> Any:
-        time.sleep(seconds)
-        self.log.append(("napped", value))
         return value
 
     async def doze(self, seconds: float, value: Any = None) -> Any:
@@ -254,21 +249,9 @@ class Agent(ModelAgent):
     def big(self, count: int, fill: int = 1) -> bytes:
         return bytes([fill]) * count
 
-    def same(self, data: Any) -> bool:
-        """Whether an argument is what every rank should see; numpy and tensor helpers live in `Arrays`."""
-        return bool(data == self.kept)
-
-    def threads(self) -> list[str]:
-        return sorted(thread.name for thread in threading.enumerate())
-
 
 class Arrays(Agent):
     """Numpy arrays and torch tensors."""
-
-    def write(self, array: Any, value: int) -> Any:
-        """Write into an argument, and give back what it then is."""
-        array[...] = value
-        return float(array.reshape(-1)[0])
 
     def write_on(self, array: Any, ranks: tuple[int, ...], value: int) -> float:
         if self.rank in ranks:
@@ -313,10 +296,6 @@ class Arrays(Agent):
 
         return torch.full(shape, fill, dtype=getattr(torch, dtype))
 
-    def first_of_tensor_written_back(self, tensor: Any, value: float) -> Any:
-        tensor.add_(value)
-        return tensor
-
 
 class Stream(ModelAgent):
     """Overrides `forward`: inputs come out as outputs, in order."""
@@ -340,10 +319,6 @@ class Stream(ModelAgent):
             return threading.Lock()
         self.seen.append(inputs)
         return inputs
-
-    def open_gate(self) -> None:
-        if self.gate is not None:
-            self.gate.set()
 
     async def inputs_seen(self, count: int) -> list[Any]:
         """The inputs that `forward` has had, once it has had so many: ranks other than 0 may lag behind the outputs."""
@@ -405,6 +380,11 @@ class FailsToBuild(ModelAgent):
 class FailsToStart(Agent):
     def start(self) -> None:
         raise MyError("cannot start")
+
+
+class StopsItsStart(Agent):
+    def start(self) -> None:
+        raise StopIteration(3)
 
 
 class Worker(BaseWorker):

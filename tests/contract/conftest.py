@@ -104,6 +104,11 @@ def go(tmp_path: Path) -> Iterator[Path]:
     path.touch()
 
 
+def settle(executor: Executor) -> None:
+    """Wait until no rank is in a call: a rank says so a moment after its reply."""
+    until(lambda: all(row["call_id"] is None for row in executor.describe()["ranks"]), "an idle executor")
+
+
 def last_rank(executor: Executor) -> int:
     """The highest rank."""
     return executor.world_size - 1

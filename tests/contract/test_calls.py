@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from contract.agents import Agent, MyError, Worker, add_to_rank, whoami
-from contract.conftest import InThread, in_time, last_rank, until
+from contract.conftest import InThread, in_time, last_rank, settle, until
 from mpexec import ConfigError, Executor, ExecutorStoppedError
 from mpexec.executor.base import State
 
@@ -125,6 +125,7 @@ def nothing_was_sent(executor: Executor) -> bool:
 
 @pytest.mark.parametrize("name", ["no_such_method", "_private", "__init__", "not_a_method", ""])
 def test_a_name_that_no_rank_has_is_refused_in_the_caller(executor: Executor, name: str) -> None:
+    settle(executor)
     done = [row.get("calls_done") for row in executor.describe()["ranks"]]
     for call in (executor.collective_rpc, executor.submit_rpc, executor.notify):
         with pytest.raises(AttributeError, match=f"{name!r}"):

@@ -7,6 +7,7 @@ import concurrent.futures
 import logging
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -124,6 +125,39 @@ def test_one_failing_call_does_not_disturb_those_beside_it(executor: Executor) -
     concurrent.futures.wait([*good, *bad], timeout=20)
     assert [future.result(0) for future in good] == list(range(20))
     assert [type(future.exception(0)) for future in bad] == [MyError] * 20
+
+
+CATCH = """
+import warnings
+warnings.simplefilter("ignore")
+from mpexec import MPExecutor, ModelAgent
+
+class MyError(Exception):
+    pass
+
+class Failing(ModelAgent):
+    def fail(self):
+        raise MyError("mine", self.rank)
+
+if __name__ == "__main__":
+    with MPExecutor(Failing, world_size=2, device="cpu", init_process_group=False) as executor:
+        try:
+            executor.collective_rpc("fail", ranks=[1])
+        except MyError as error:
+            print("caught", error.args, type(error.__cause__).__name__)
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "stdin", "-c"])
+def test_a_class_of_the_programs_own_main_is_caught_by_its_name(tmp_path: Path, way: str) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(CATCH)
+    arguments = {"file": [str(script)], "stdin": ["-"], "-c": ["-c", CATCH]}[way]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        input=CATCH if way == "stdin" else None, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("caught ('mine', 1) RemoteTraceback\n", "")
 
 
 # -- exceptions that cannot be rebuilt -------------------------------------------------------------------------------
@@ -366,14 +400,14 @@ def test_a_long_call_without_a_timeout_is_reported_and_goes_on(
 async def test_waiting_for_the_tasks_of_a_healthy_executor_is_not_reported(
     fresh: Callable[..., Executor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(PendingCall, "_step_ns", 10_000_000)
     executor = fresh()
     await executor.start_async()
+    monkeypatch.setattr(PendingCall, "_step_ns", 10_000_000)
     with caplog.at_level(logging.WARNING, "mpexec"):
         waiting = asyncio.ensure_future(executor.wait_tasks())
         done, _ = await asyncio.wait([waiting], timeout=0.3)
         assert not done
-        assert not caplog.records
+        assert not [record for record in caplog.records if "wait_tasks" in record.getMessage()]
         await executor.stop_async()
         await in_time(waiting)
 

@@ -7,13 +7,14 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-from contract.agents import Agent, FailsToStart, MyError, Stream, Tasks
+from contract.agents import Agent, FailsToStart, MyError, StopsItsStart, Stream, Tasks
 from contract.conftest import InThread, build, in_time, last_rank, only_mp, only_uni, until, until_async
 from mpexec import (
     Executor,
@@ -135,15 +136,36 @@ def test_stop_from_a_thread_ends_a_call_in_flight_at_once(fresh: Fresh, go: Path
     assert executor.collective_rpc("echo", (2,), reply_ranks=0) == 2
 
 
+def stop_requests(executor: Executor) -> Callable[[], bool]:
+    """Gives a look at whether every rank has received a request to stop: a ping sent after it has been answered."""
+    inner: Any = executor
+    if isinstance(executor, UniExecutor):
+        return lambda: inner._drop_until > 0
+    tell, on_control = inner._group.tell, inner._on_control
+    answered: set[int] = set()
+
+    def tell_and_ping(rank: int, message: tuple[Any, ...]) -> bool:
+        return bool(tell(rank, message) and (message[0] != "stop" or tell(rank, ("ping", 1))))
+
+    def see_answer(rank: int, message: tuple[Any, ...]) -> None:
+        if message[0] == "pong":
+            answered.add(rank)
+        on_control(rank, message)
+
+    inner._group.tell, inner._on_control = tell_and_ping, see_answer
+    return lambda: len(answered) == executor.world_size
+
+
 def test_calls_that_were_queued_when_stop_came_never_run(fresh: Fresh, go: Path) -> None:
     executor = fresh()
     executor.start()
+    asked = stop_requests(executor)
     executor.notify("wait_for_file", (str(go),))
     for number in range(10):
         executor.notify("note", (number,))
     until(lambda: executor.describe()["ranks"][0]["method"] == "wait_for_file")
     stopping = InThread(executor.stop)
-    until(lambda: executor.describe()["calls_in_flight"] == 0)
+    until(asked, "the request to stop in every rank")
     go.touch()
     stopping.result()
     assert executor.collective_rpc("take_log") == [[("waits", None)]] * executor.world_size
@@ -161,6 +183,20 @@ def test_two_threads_may_stop_at_once_and_both_return_when_it_is_done(fresh: Fre
     for one in stopping:
         one.result()
     assert executor.state is State.STOPPED
+
+
+# F083
+def test_release_closes_no_descriptor_that_somebody_else_opened_since(fresh: Fresh, tmp_path: Path) -> None:
+    executor = fresh()
+    executor.start()
+    executor.release()
+    with ExitStack() as stack:
+        files = [stack.enter_context((tmp_path / f"{number}").open("w")) for number in range(60)]
+        del executor
+        gc.collect()
+        for file in files:
+            file.write("still open")
+            file.flush()
 
 
 # F076
@@ -333,6 +369,14 @@ def test_a_start_that_fails_raises_the_agents_error_each_time(fresh: Fresh) -> N
     with pytest.raises(MyError, match="cannot start"):
         asyncio.run(executor.start_async())
     assert executor.collective_rpc("echo", (1,), reply_ranks=0) == 1
+
+
+def test_a_start_that_raises_stop_iteration_ends(fresh: Fresh) -> None:
+    executor = fresh(StopsItsStart)
+    with pytest.raises(StopIteration):
+        executor.start()
+    with pytest.raises(RuntimeError, match="StopIteration"):  # PEP 479: a coroutine cannot raise it
+        asyncio.run(in_time(executor.start_async()))
 
 
 def test_with_releases_what_could_not_start(fresh: Fresh) -> None:
@@ -530,6 +574,20 @@ async def test_cancelling_one_of_several_awaiters_leaves_the_tasks_alone(fresh: 
     await in_time(waiting[1])
 
 
+async def test_cancelling_the_last_awaiter_stops_the_tasks(fresh: Fresh) -> None:
+    executor = fresh(Tasks)
+    await executor.start_async()
+    waiting = asyncio.ensure_future(executor.wait_tasks())
+    await executor.collective_rpc_async("echo")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await in_time(waiting)
+    await until_async(lambda: executor.state is State.STOPPED)
+    assert await executor.collective_rpc_async("take_log") == [["background cancelled"]] * executor.world_size
+    await executor.start_async()
+    assert await executor.collective_rpc_async("has_background") == [True] * executor.world_size
+
+
 async def test_wait_tasks_returns_only_after_stop(fresh: Fresh) -> None:
     executor = fresh(Tasks)
     await executor.start_async()
@@ -581,8 +639,6 @@ async def test_the_failure_of_a_call_notified_before_start_is_still_reported(fre
     executor = fresh(Stream)
     executor.notify("fail")
     await executor.collective_rpc_async("echo", (1,))
-    with pytest.raises(MyError):
-        await in_time(executor.wait_tasks())
     await executor.start_async()
     with pytest.raises(MyError, match="notified"):
         await in_time(executor.wait_tasks())

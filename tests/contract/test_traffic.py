@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from contract.agents import Agent
+from contract.agents import Agent, pin
 from contract.conftest import InThread, build, in_time, until
 from mpexec import Executor
 
@@ -147,6 +147,21 @@ def test_a_call_after_an_idle_while_finds_the_ranks(small: Executor) -> None:
         assert small.collective_rpc("where", timeout=20) == [0, 1]
         small.submit_rpc("doze", (pause,)).result(20)
         assert asyncio.run(small.collective_rpc_async("where", timeout=20)) == [0, 1]
+
+
+# F061
+def test_more_ranks_than_cores_make_progress(make_executor: Make) -> None:
+    executor = make_executor(Agent, world_size=4)
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    executor.collective_rpc(pin, (core,))
+    try:
+        os.sched_setaffinity(0, {core})
+        payload = bytes(1024)
+        for number in range(1000):
+            assert executor.collective_rpc("echo", ((number, payload),), timeout=30) == [(number, payload)] * 4
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def test_two_executors_at_once_keep_their_calls_apart(make_executor: Make) -> None:

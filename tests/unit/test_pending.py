@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -265,18 +264,6 @@ def test_a_waiter_is_told_when_its_next_expiry_comes_sooner(clock: Clock, first:
             assert told[-1] == pending.next_expiry()
             assert gate.acquire(blocking=False)
     assert pending.next_expiry() == clock.now + 50 * MS
-
-
-def test_callbacks_may_be_deferred(clock: Clock) -> None:
-    pending = call(1)
-    later: list[Callable[[], None]] = []
-    told: list[int] = []
-    pending.defer = later.append
-    pending.on_done(lambda _: told.append(1))
-    pending.accept(0, None)
-    assert (told, len(later)) == ([], 1)
-    later[0]()
-    assert told == [1]
 
 
 def test_the_first_failure_is_announced_once(clock: Clock) -> None:
