@@ -363,6 +363,8 @@ class MPExecutor(Executor):
 
     def _method_in(self, rank: int) -> str | None:
         call_id, _, _ = self._link.ranks[rank].progress()
+        if self._background is not None and call_id == self._background.call_id:
+            return None
         return self._calls.method_of(call_id) if call_id else None
 
     # -- failures ------------------------------------------------------------------------------------------------

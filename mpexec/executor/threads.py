@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -35,37 +35,36 @@ async def in_thread(
     """
     loop = asyncio.get_running_loop()
     over = asyncio.Event()
-    done: asyncio.Future[T] = loop.create_future()
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+    left = False
 
-    def deliver(result: Any, error: BaseException | None) -> None:
+    def deliver() -> None:
         over.set()
-        if not done.done():
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(result)
-        elif error is None and abandoned is not None:
-            threading.Thread(target=abandoned, args=(result,), name=f"{name}-undo", daemon=True).start()
+        if left and abandoned is not None and outcome:
+            threading.Thread(target=abandoned, args=(outcome[0],), name=f"{name}-undo", daemon=True).start()
 
     def body() -> None:
-        result: Any = None
-        error: BaseException | None = None
         try:
-            result = work()
+            outcome.append(work())
         except BaseException as failed:
-            error = failed
+            errors.append(failed)
         try:
-            loop.call_soon_threadsafe(deliver, result, error)
+            loop.call_soon_threadsafe(deliver)
         except RuntimeError:  # the loop was closed meanwhile
             logger.debug("the loop that waited for %s is closed", name)
-            if error is None and abandoned is not None:
-                abandoned(result)
+            if outcome and abandoned is not None:
+                abandoned(outcome[0])
 
     threading.Thread(target=body, name=name, daemon=True).start()
     try:
-        return await done
+        await over.wait()
     except asyncio.CancelledError:
+        left = True
         if cancel is not None:
             cancel()
             await over.wait()
         raise
+    if errors:
+        raise errors[0]
+    return outcome[0]

@@ -33,8 +33,9 @@ class Loopish(Protocol):
 class ControlThread:
     """Serves the control lane in a daemon thread.
 
-    Messages of the driver: ("stop", token, last call id), ("exit", seconds). Answer: ("stopped", token, error text or
-    None). The end of the lane, or of the driver, ends this rank and its process group.
+    Messages of the driver: ("stop", token, last call id), ("exit", seconds), ("ping", token). Answers: ("stopped", token,
+    error text or None), ("pong", token, progress). The end of the lane, or of the driver, ends this rank and its process
+    group.
 
     Args:
         lane: The control lane.
@@ -99,7 +100,9 @@ class ControlThread:
 
     def _handle(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
-        if kind == "stop":
+        if kind == "ping":
+            self._lane.send(("pong", rest[0], self._server.progress()))
+        elif kind == "stop":
             token, self._server.drop_until = rest
             self._on_loop(lambda: self._hold(self._stop(token), "stop"))
         elif kind == "exit":

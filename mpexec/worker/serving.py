@@ -211,3 +211,7 @@ class RankServer:
         self._unsent = deque(item for item in self._unsent if item[0] != OUTPUT)
         await self._dispatcher.await_method("wait_tasks", 1.0)  # it returns now that its tasks have ended
         await self._dispatcher.cancel_all()
+
+    def progress(self) -> dict[str, Any]:
+        """What this rank is at, for a ping: the call it is in (0: none) and how many it has finished."""
+        return {"call_id": self._progress[PROGRESS_CALL], "done": self._done_count}

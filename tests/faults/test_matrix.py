@@ -278,6 +278,7 @@ async def test_a_fault_of_an_idle_rank_is_seen_without_a_call(
 ) -> None:  # F002
     executor = make_executor(FaultyAgent, agent_args=(culprit, manner), start_method=start_method)
     executor.start()
+    check_usable(executor)  # behind it, the ranks have begun all that `start` asked for, and are idle
     pid = executor.pids[culprit]
     if manner in ("sigkill", "sigstop"):
         watch = ExitWatch(pid) if manner == "sigkill" else None
