@@ -26,6 +26,7 @@ from typing import Protocol
 
 from mpexec.deadline import Deadline
 from mpexec.errors import TransportError
+from mpexec.executor.outbox import Outbox
 from mpexec.executor.pending import PendingCall, open_gate
 from mpexec.transport import linux
 from mpexec.transport.channel import Receiver
@@ -64,14 +65,6 @@ class Handlers(Protocol):
     def on_corrupt(self, rank: int, error: TransportError) -> None:
         """A rank's ring is not what it must be."""
 
-    has_backlog: bool
-
-    def flush(self) -> None:
-        """Send calls that had found no room."""
-
-    def wake_rank(self, rank: int) -> None:
-        """Ring a rank's doorbell: it waits for room in its reply ring."""
-
     def expire(self, waiting: Waitable) -> None:
         """Time has changed something for a waiting call; may take a while."""
 
@@ -82,13 +75,15 @@ class Inbox:
     Args:
         board: The call ring's segment, whose header holds the parked word.
         receivers: The reading ends of the reply rings, index = rank.
+        outbox: Whose backlog is flushed whenever replies are drained.
         handlers: The executor's side, referred to weakly: a forgotten executor is released.
     """
 
-    def __init__(self, board: Segment, receivers: list[Receiver], handlers: Handlers) -> None:
+    def __init__(self, board: Segment, receivers: list[Receiver], outbox: Outbox, handlers: Handlers) -> None:
         self.bells = [linux.OwnedFd(linux.eventfd()) for _ in range(3)]
         self._words = board.words
         self._receivers = receivers
+        self._outbox = outbox
         self._heads = [(receiver.ring.words, receiver.ring) for receiver in receivers]
         self._handlers = weakref.ref(handlers)
         # Re-entrant, because a signal handler of the user's may run, and stop the executor, while its thread has one.
@@ -142,8 +137,8 @@ class Inbox:
         for rank, (words, ring) in enumerate(self._heads):
             if words[0] != ring.tail:
                 self._drain(rank, handlers)
-        if handlers.has_backlog:
-            handlers.flush()
+        if self._outbox.has_backlog:
+            self._outbox.flush()
         while self._events:
             self._events.popleft()()
 
@@ -158,7 +153,7 @@ class Inbox:
                     record.payload.release()
                 ring.advance()
                 if ring.busy and ring.writer_wants_space():
-                    handlers.wake_rank(rank)
+                    self._outbox.wake_rank(rank)
         except TransportError as error:
             handlers.on_corrupt(rank, error)
 

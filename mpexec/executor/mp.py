@@ -6,12 +6,10 @@ import contextlib
 import itertools
 import logging
 import os
-import pickle
 import threading
 import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self
 
@@ -31,16 +29,15 @@ from mpexec.executor.base import Executor, Method, State
 from mpexec.executor.group import RankGroup, StartAbort, died_error
 from mpexec.executor.inbox import Inbox, Waitable
 from mpexec.executor.link import Link
+from mpexec.executor.outbox import Outbox
 from mpexec.executor.outputs import Outputs
 from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
 from mpexec.executor.stacks import collect_stacks
 from mpexec.executor.threads import in_thread
 from mpexec.messages import Failure
 from mpexec.processes import Death, refuse_while_importing_main
-from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver
-from mpexec.transport.frame import PROTOCOL, Frame, encode, is_plain
-from mpexec.transport.linux import fence, ring_eventfd
-from mpexec.transport.ring import WANT_SPACE, Record
+from mpexec.transport.channel import DONE, FAILED, OUTPUT, Receiver
+from mpexec.transport.ring import Record
 from mpexec.worker.main import LinkFacts
 
 logger = logging.getLogger(__name__)
@@ -95,20 +92,18 @@ class MPExecutor(Executor):
         super().__init__(agent, **options)
         refuse_while_importing_main()
         self._enter(State.STARTING)
-        self._backlog: deque[tuple[int, int, Parcel, tuple[int, ...]]] = deque()
         self._outputs = Outputs(self.spec.max_outputs)
         self._unstopped: dict[int, int] = {}  # ranks told to stop that have not answered: the token of each
         self._stop_tokens = itertools.count(1)
         self._trim_planned = False
-        self.has_backlog = False
-        self._writing = False
         self._is_freed = False
         self._ender: threading.Thread | None = None
         self._owner = os.getpid()
         _executors.add(self)
         with contextlib.ExitStack() as stack:
             self._link = Link(self.spec, stack)
-            self._inbox = Inbox(self._link.board, [link.replies for link in self._link.ranks], self)
+            self._outbox = Outbox(self._link, self._calls)
+            self._inbox = Inbox(self._link.board, [link.replies for link in self._link.ranks], self._outbox, self)
             stack.callback(self._inbox.close)
             self._group = RankGroup(self.spec, abort)
             stack.callback(self._group.close)
@@ -186,46 +181,17 @@ class MPExecutor(Executor):
         reply_ranks: tuple[int, ...] | None,
         args_per_rank: Sequence[tuple[Any, ...]] | None,
     ) -> None:
-        parcels: list[tuple[Parcel, tuple[int, ...]]] = []
+        content = (method, args, kwargs or {}, reply_ranks)
+        outbox = self._outbox
         try:
-            if args_per_rank is None:
-                addressed = () if pending.ranks is self._all_ranks else pending.ranks
-                content = (method, args, kwargs or {}, reply_ranks)
-                parcels.append((self._pack(pending, content, pending.ranks), addressed))
-            else:
-                for own, rank in zip(args_per_rank, pending.ranks, strict=True):
-                    content = (method, own, kwargs or {}, reply_ranks)
-                    parcels.append((self._pack(pending, content, (rank,)), (rank,)))
-        except BaseException:
-            for parcel, _ in parcels:
-                self._link.sender.discard(parcel)
-            raise
-        try:
-            self._write(pending, parcels)
+            parcels = outbox.pack(pending, content, args_per_rank, pending.ranks is self._all_ranks)
+            if pending.waited:
+                self._inbox.claim(threading.get_ident())  # before a fast rank can wake somebody else for its reply
+            outbox.send(pending, parcels)
         except (ValueError, OSError) as error:
             if self._state is not State.RELEASED:
                 raise
             raise ExecutorStoppedError("the executor was released meanwhile") from error
-
-    def _pack(self, pending: PendingCall, content: tuple[Any, ...], ranks: tuple[int, ...]) -> Parcel:
-        """Pickle a call's content: method, args, kwargs, reply ranks."""
-        method, args, kwargs, _ = content
-        sender = self._link.sender
-        if type(method) is str and is_plain(args) and (not kwargs or is_plain(tuple(kwargs.values()))):
-            payload = pickle.dumps(content, PROTOCOL)
-            return Parcel(payload, (), 0) if len(payload) <= sender.inline else sender.pack(Frame(payload), ranks)
-        return sender.pack(encode(content, f"the arguments of {pending.method!r}"), ranks)
-
-    def _write(self, pending: PendingCall, parcels: list[tuple[Parcel, tuple[int, ...]]]) -> None:
-        sender = self._link.sender
-        if pending.waited:
-            self._inbox.claim(threading.get_ident())  # before a fast rank can wake somebody else to drain its reply
-        with sender.lock:
-            pending.call_id = call_id = self._calls.next_id()
-            self._calls.by_id[call_id] = pending  # before the record is out, or a fast reply would find nobody
-            for parcel, ranks in parcels:
-                self._send(CALL, call_id, parcel, ranks)
-        sender.ring_doorbells()
         if parcels[0][0].buffers and not self._trim_planned:
             self._trim_planned = True
             self._group.monitor.wake()  # it sleeps, and there is a time now at which to give memory back
@@ -240,40 +206,6 @@ class MPExecutor(Executor):
         root = self._root
         error = broken_error(root) if root is not None else ExecutorStoppedError(f"{pending.method!r} was stopped")
         self._inbox.post(lambda: pending.end_with(error))
-
-    def _send(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> None:
-        """Write a record, or keep it in order until there is room; with the send lock held."""
-        if self._backlog or self._writing or not self._write_record(kind, call_id, parcel, ranks):
-            self._backlog.append((kind, call_id, parcel, ranks))
-            self.has_backlog = True
-            self._link.board.words[WANT_SPACE] = 1
-            # A rank that made room before it could see that word wakes nobody: look once more.
-            fence()
-            self.flush()
-
-    def _write_record(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> bool:
-        self._writing = True  # the lock does not stop a signal handler on this thread from sending in between
-        try:
-            return self._link.sender.ring.try_write(
-                kind, call_id, parcel.payload, flags=parcel.flags, ranks=ranks, buffers=parcel.buffers
-            )
-        finally:
-            self._writing = False
-
-    def flush(self) -> None:
-        """Send what had found no room, in order. Called by whoever pumps."""
-        sender = self._link.sender
-        with sender.lock:
-            while self._backlog and not self._writing and self._write_record(*self._backlog[0]):
-                self._backlog.popleft()
-            if not self._backlog:
-                self.has_backlog = False
-                self._link.board.words[WANT_SPACE] = 0
-        sender.ring_doorbells()
-
-    def wake_rank(self, rank: int) -> None:
-        """Ring a rank's doorbell."""
-        ring_eventfd(self._link.ranks[rank].bell.fd)
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
@@ -330,11 +262,6 @@ class MPExecutor(Executor):
 
     def _unstopped_ranks(self) -> bool:
         return bool(self._unstopped)
-
-    def _last_id(self) -> int:
-        """Id of the last call sent; every call up to it is in the table."""
-        with self._link.sender.lock:
-            return self._calls.last_id
 
     def _tell_to_stop(self, last_id: int) -> None:
         """Tell every rank to stop its tasks and to drop the calls up to `last_id`; does not wait."""
@@ -424,7 +351,7 @@ class MPExecutor(Executor):
 
     def _stop_others(self, background: PendingCall) -> None:
         """The first rank's background tasks have failed: the others are to stop theirs."""
-        self._tell_to_stop(self._last_id())
+        self._tell_to_stop(self._outbox.last_id())
 
     def _background_over(self, background: PendingCall) -> None:
         self._calls.close(background)
@@ -517,10 +444,7 @@ class MPExecutor(Executor):
             lambda: pending.finish(ExecutorStoppedError(f"{pending.method!r} was abandoned by its caller"))
         )
         if self._state in (State.READY, State.RUNNING, State.STOPPED):
-            sender = self._link.sender
-            with sender.lock:
-                self._send(CANCEL, pending.call_id, EMPTY, pending.ranks)
-            sender.ring_doorbells()
+            self._outbox.cancel(pending)
 
     async def forward_async(self, inputs: Any) -> None:
         """Hand one input to every rank's agent; returns when it is sent. At most `max_outputs` may be in flight."""
@@ -585,7 +509,7 @@ class MPExecutor(Executor):
         if os.getpid() != self._owner:
             return
         deadline = Deadline.after(self.spec.stop_timeout)
-        last_id = self._last_id()
+        last_id = self._outbox.last_id()
         self._inbox.post(self._end_calls_stopped)
         self._tell_to_stop(last_id)
         with self._changed:

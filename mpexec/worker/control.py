@@ -33,9 +33,9 @@ class Loopish(Protocol):
 class ControlThread:
     """Serves the control lane in a daemon thread.
 
-    Messages of the driver: ("stop", token, last call id), ("exit", seconds), ("ping", token). Answers: ("stopped", token,
-    error text or None), ("pong", token, progress). The end of the lane, or of the driver, ends this rank and its process
-    group.
+    Messages of the driver: ("stop", token, last call id), ("exit", seconds), ("ping", token). Answers: ("stopped",
+    token, error text or None), ("pong", token, progress). The end of the lane, or of the driver, ends this rank and its
+    process group.
 
     Args:
         lane: The control lane.

@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import uvloop
 
-from contract.agents import Agent, FailsToStart, MyError, StopsItsStart, Stream, Tasks
+from contract.agents import (
+    Agent,
+    FailsToStart,
+    MyError,
+    StopsItsStart,
+    Stream,
+    Tasks,
+    block_until_stop_is_asked_for,
+)
 from contract.conftest import InThread, build, in_time, last_rank, only_mp, only_uni, until, until_async
 from mpexec import (
     Executor,
@@ -136,39 +144,18 @@ def test_stop_from_a_thread_ends_a_call_in_flight_at_once(fresh: Fresh, go: Path
     assert executor.collective_rpc("echo", (2,), reply_ranks=0) == 2
 
 
-def stop_requests(executor: Executor) -> Callable[[], bool]:
-    """Gives a look at whether every rank has received a request to stop: a ping sent after it has been answered."""
-    inner: Any = executor
-    if isinstance(executor, UniExecutor):
-        return lambda: inner._drop_until > 0
-    tell, on_control = inner._group.tell, inner._on_control
-    answered: set[int] = set()
-
-    def tell_and_ping(rank: int, message: tuple[Any, ...]) -> bool:
-        return bool(tell(rank, message) and (message[0] != "stop" or tell(rank, ("ping", 1))))
-
-    def see_answer(rank: int, message: tuple[Any, ...]) -> None:
-        if message[0] == "pong":
-            answered.add(rank)
-        on_control(rank, message)
-
-    inner._group.tell, inner._on_control = tell_and_ping, see_answer
-    return lambda: len(answered) == executor.world_size
-
-
 def test_calls_that_were_queued_when_stop_came_never_run(fresh: Fresh, go: Path) -> None:
     executor = fresh()
     executor.start()
-    asked = stop_requests(executor)
-    executor.notify("wait_for_file", (str(go),))
+    executor.notify(block_until_stop_is_asked_for, (str(go),))
     for number in range(10):
         executor.notify("note", (number,))
-    until(lambda: executor.describe()["ranks"][0]["method"] == "wait_for_file")
     stopping = InThread(executor.stop)
-    until(asked, "the request to stop in every rank")
-    go.touch()
+    if isinstance(executor, UniExecutor):
+        until(lambda: executor._drop_until > 0)
+        go.touch()
     stopping.result()
-    assert executor.collective_rpc("take_log") == [[("waits", None)]] * executor.world_size
+    assert executor.collective_rpc("take_log") == [[]] * executor.world_size
 
 
 def test_two_threads_may_stop_at_once_and_both_return_when_it_is_done(fresh: Fresh, go: Path) -> None:
