@@ -587,12 +587,17 @@ class MPExecutor(Executor):
         return row
 
     def _states_text(self) -> str:
-        rows = []
-        for rank in self._all_ranks:
-            row = self._describe_rank(rank)
-            doing = f"in {row.get('method')!r} for {row.get('seconds')} s" if row.get("call_id") else "idle"
-            rows.append(f"rank {rank} (pid {row['pid']}): {row['exit'] or row['state']}, {doing}")
-        return "; ".join(rows)
+        """One short phrase for each rank; `describe` has it all."""
+        return "; ".join(self._state_phrase(rank) for rank in self._all_ranks)
+
+    def _state_phrase(self, rank: int) -> str:
+        row, death = self._describe_rank(rank), self._group.processes[rank].death
+        doing = f" in {row['method']!r} for {row['seconds']} s" if row.get("call_id") else " idle"
+        if death is not None:
+            doing = f" ended ({death.signal_name or f'exit code {death.exit_code}'})"
+        elif row["state"] != "running":
+            doing += f" ({row['state']})"
+        return f"rank {rank} (pid {row['pid']}){doing}"
 
     def check_health(self) -> bool:
         """True while calls can make progress: the state allows them, and every rank's process lives and runs."""
