@@ -460,6 +460,13 @@ def test_ctrl_c_at_any_moment_of_many_calls_loses_no_reply(executor: Executor) -
     """The signal comes wherever the call happens to be: packing, sending, spinning, parked, draining."""
     main = threading.main_thread().ident or 0
     stop = threading.Event()
+    armed = False
+
+    def on_signal(*_: Any) -> None:
+        nonlocal armed
+        if armed:  # never outside of the `try` below
+            armed = False
+            raise KeyboardInterrupt
 
     def interrupt() -> None:
         number = 0
@@ -468,31 +475,25 @@ def test_ctrl_c_at_any_moment_of_many_calls_loses_no_reply(executor: Executor) -
             signal.pthread_kill(main, signal.SIGINT)
 
     interrupted = number = 0
-    interrupting: InThread | None = None
+    previous = signal.signal(signal.SIGINT, on_signal)
+    interrupting = InThread(interrupt)
     try:
-        try:
-            interrupting = InThread(interrupt)
-        except KeyboardInterrupt:
-            pass
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
+            number += 1
             try:
-                number += 1
+                armed = True
                 value = executor.collective_rpc("echo", (number,))
-                if value != [number] * executor.world_size:
-                    raise AssertionError(f"{value} is the answer to another call than {number}")
+                armed = False
             except KeyboardInterrupt:
                 interrupted += 1
+            else:
+                assert value == [number] * executor.world_size, "the answer to another call"
     finally:
-        while interrupting is None or not interrupting.done.is_set():
-            try:
-                stop.set()
-                if interrupting is not None:
-                    interrupting.done.wait(1.0)
-                else:
-                    break
-            except KeyboardInterrupt:
-                pass
+        armed = False
+        stop.set()
+        interrupting.result()
+        signal.signal(signal.SIGINT, previous)
     assert interrupted > 10
     assert executor.state is State.RUNNING
     assert usable(executor)

@@ -125,8 +125,9 @@ def test_release_works_in_every_state_and_twice(fresh: Fresh) -> None:
 def test_stop_from_a_thread_ends_a_call_in_flight_at_once(fresh: Fresh, go: Path) -> None:
     executor = fresh()
     executor.start()
-    calls = [
-        InThread(lambda: executor.collective_rpc("wait_for_file", (str(go),))),
+    calls = [InThread(lambda: executor.collective_rpc("wait_for_file", (str(go),)))]
+    until(lambda: all(row["method"] == "wait_for_file" for row in executor.describe()["ranks"]))
+    calls += [
         InThread(lambda: executor.collective_rpc("echo", ("queued",))),
         InThread(lambda: asyncio.run(executor.collective_rpc_async("hold", ("x",)))),
     ]
@@ -456,6 +457,7 @@ async def test_stop_on_the_loop_requests_the_stop_and_wait_tasks_ends(fresh: Fre
     executor = fresh(Tasks)
     await executor.start_async()
     waiting = asyncio.ensure_future(executor.wait_tasks())
+    await asyncio.sleep(0)
     await executor.collective_rpc_async("echo")
     executor.stop()
     await in_time(waiting)
@@ -486,6 +488,7 @@ async def test_a_background_failure_on_the_last_rank_arrives_with_its_own_type(f
     executor = fresh(Tasks)
     await executor.start_async()
     waiting = asyncio.ensure_future(executor.wait_tasks())
+    await asyncio.sleep(0)
     calls = [
         asyncio.ensure_future(executor.collective_rpc_async("hold", ("a",))),
         asyncio.wrap_future(executor.submit_rpc("hold", ("b",))),
@@ -565,6 +568,7 @@ async def test_cancelling_the_last_awaiter_stops_the_tasks(fresh: Fresh) -> None
     executor = fresh(Tasks)
     await executor.start_async()
     waiting = asyncio.ensure_future(executor.wait_tasks())
+    await asyncio.sleep(0)
     await executor.collective_rpc_async("echo")
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

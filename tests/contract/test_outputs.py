@@ -58,6 +58,7 @@ async def test_inputs_wait_when_too_many_are_in_flight(fresh: Fresh) -> None:
     for number in range(3):
         await in_time(executor.forward_async(number))
     fourth = asyncio.ensure_future(executor.forward_async(3))
+    await asyncio.sleep(0)
     await executor.collective_rpc_async("echo", (1,))
     assert not fourth.done()
     assert await in_time(executor.get_output_async()) == 0
@@ -135,6 +136,7 @@ async def test_stop_ends_every_wait(fresh: Fresh) -> None:
     await executor.forward_async("hold")
     sender = asyncio.ensure_future(executor.forward_async(1))
     taker = asyncio.ensure_future(executor.get_output_async())
+    await asyncio.sleep(0)
     await executor.collective_rpc_async("echo", (1,))
     await executor.stop_async()
     for waiting in (sender, taker):
