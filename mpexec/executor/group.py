@@ -260,11 +260,10 @@ class RankGroup:
 
 
 def died_error(death: Death, method: str | None, states: str = "") -> WorkerDiedError:
-    """The error for a rank whose process has ended; `states` says what all ranks were at."""
+    """The error for a rank whose process has ended; `states`, what all ranks were at, becomes a note."""
     where = f" in {method!r}" if method else " outside any call"
-    return WorkerDiedError(
-        f"rank {death.rank} (pid {death.pid}) {death.describe()}{where}{_tail(death.last_lines)}"
-        + (f"\nAll ranks: {states}" if states else ""),
+    error = WorkerDiedError(
+        f"rank {death.rank} (pid {death.pid}) {death.describe()}{where}{_tail(death.last_lines)}",
         rank=death.rank,
         pid=death.pid,
         exit_code=death.exit_code,
@@ -272,6 +271,9 @@ def died_error(death: Death, method: str | None, states: str = "") -> WorkerDied
         method=method,
         last_lines=death.last_lines,
     )
+    if states:
+        error.add_note(f"all ranks: {states}")
+    return error
 
 
 def _tail(lines: tuple[str, ...], most: int = 10) -> str:

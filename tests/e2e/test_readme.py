@@ -52,8 +52,7 @@ def test_the_output_of_a_dying_rank_is_the_real_one() -> None:
     assert ended.stderr == ""
 
     def normal(text: str) -> set[str]:
-        text = re.sub(r"pid \d+", "pid N", text)
-        return set(re.sub(r"All ranks: .*", "All ranks: ...", text).splitlines())
+        return set(re.sub(r"pid \d+", "pid N", text).splitlines())
 
     # Whether the kernel's count of memory kills grew meanwhile is this machine's business.
     assert normal(ended.stdout) == normal(shown) or "memory kills grew" in ended.stdout

@@ -271,9 +271,9 @@ def test_a_stopped_fork_server_delays_the_facts_of_deaths_by_one_second_in_all(r
 
 def test_an_entry_read_at_import_starts_a_fork_server_of_its_own() -> None:
     def start(env: dict[str, str | None]) -> RankProcess:
-        return launch(
-            [RankPlan(0, env)], start_method="forkserver", entry="rank_entries:say", payload=b"", preload=()
-        )[0]
+        return launch([RankPlan(0, env)], start_method="forkserver", entry="rank_entries:say", payload=b"", preload=())[
+            0
+        ]
 
     processes = [start({"MKL_VERBOSE": "0"}), start({"MKL_VERBOSE": "1"}), start({"MKL_VERBOSE": "0", "OTHER": "1"})]
     assert len(fork_server_module._servers) == 2
