@@ -42,6 +42,7 @@ def describe_failure(failure: BaseException) -> str:
             lines.append(str(error).strip("\n"))
         else:
             lines.append(f"{prefix}{type(error).__name__}: {error}")
-            lines += [note for note in getattr(error, "__notes__", []) if note]
+            # What the other ranks were at helps whoever debugs a program, not whoever runs this command.
+            lines += [note for note in getattr(error, "__notes__", []) if note and not note.startswith("all ranks:")]
         error, prefix = error.__cause__, "caused by "
     return "\n".join(lines)

@@ -115,6 +115,7 @@ def test_json_is_one_object_a_line_in_the_order_of_the_prompts(four_answers: lis
         assert prompt_ids == list(tokenizer.encode(str(answer["prompt"])))
 
 
+@pytest.mark.slow
 def test_a_prompts_file_and_one_rank_give_the_same_answers(
     four_answers: list[dict[str, object]], tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_prompts_file_and_one_rank_give_the_same_answers(
     assert answers(done.stdout) == four_answers, done.stderr
 
 
+@pytest.mark.slow
 def test_prompts_from_stdin_are_printed_in_order_under_a_header_each(four_answers: list[dict[str, object]]) -> None:
     done = run("generate", "--max-new-tokens", "24", "--ignore-eos", "--no-stream", stdin="\n".join(FOUR))
     assert done.returncode == 0, done.stderr
@@ -132,6 +134,7 @@ def test_prompts_from_stdin_are_printed_in_order_under_a_header_each(four_answer
     assert done.stdout == "\n".join(expected)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_and_another_one_does_not_on_a_model_given_by_name() -> None:
     options = ["generate", "--json", "--temperature", "1.5", "--max-new-tokens", "24", "--tp", "1"]
     by_name = ["--model", default_model_path().name]
@@ -182,6 +185,7 @@ def test_help_does_without_torch_transformers_tokenizers_and_asyncio() -> None:
     assert done.stdout.splitlines()[-1] == "[] 0"
 
 
+@pytest.mark.slow
 def test_generating_leaves_torch_and_transformers_out_of_the_driver() -> None:
     code = (
         "import sys; from mpexec.cli import main\n"
@@ -278,9 +282,9 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(tmp_path: Pa
     "moment, number",
     [
         ("load", signal.SIGINT),
-        ("load", signal.SIGTERM),
+        pytest.param("load", signal.SIGTERM, marks=pytest.mark.slow),
         ("import torch", signal.SIGINT),
-        ("start", signal.SIGINT),
+        pytest.param("start", signal.SIGINT, marks=pytest.mark.slow),
         ("decode", signal.SIGTERM),
     ],
 )
@@ -303,6 +307,7 @@ def test_a_signal_ends_it_within_a_second_silently_with_nothing_left(moment: str
         assert no_process_left(ranks)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_although_nobody_reads_its_full_stdout_pipe() -> None:
     readable, writable = os.pipe()
     fcntl.fcntl(writable, fcntl.F_SETPIPE_SZ, 4096)

@@ -39,6 +39,13 @@ async def bounded(work: Any) -> Any:
         return await work
 
 
+async def failed(tasks: TaskSet | None) -> None:
+    """Return once a task of the set has failed."""
+    assert tasks is not None
+    while tasks.failure is None:
+        await asyncio.sleep(0)
+
+
 # -- cancel_async_tasks ----------------------------------------------------------------------------------------------
 
 
@@ -273,7 +280,7 @@ async def test_after_cancel_wait_returns_normally() -> None:
 async def test_a_failure_stays_the_outcome_after_cancel() -> None:
     tasks = TaskSet("Owner")
     tasks.start(fail(ValueError("x")), name="a")
-    await asyncio.sleep(0.001)
+    await failed(tasks)
     await tasks.cancel()
     with pytest.raises(ValueError, match="x"):
         await bounded(tasks.wait())
@@ -501,11 +508,11 @@ async def test_async_with_raises_a_background_failure_unless_the_block_raised() 
     with pytest.raises(ValueError, match="inner"):
         async with Outer() as outer:
             outer.inner.bad.set()
-            await asyncio.sleep(0.01)
+            await failed(outer._tasks)
     with pytest.raises(ZeroDivisionError):
         async with Outer() as outer:
             outer.inner.bad.set()
-            await asyncio.sleep(0.01)
+            await failed(outer._tasks)
             raise ZeroDivisionError
     async with Outer() as outer:
         await asyncio.sleep(0)
