@@ -134,28 +134,25 @@ class Inbox:
             self.kick()
 
     def _pump(self, handlers: Handlers) -> None:
-        for rank, (words, ring) in enumerate(self._heads):
-            if words[0] != ring.tail:
-                self._drain(rank, handlers)
+        on_record = handlers.on_record
+        for rank, receiver in enumerate(self._receivers):
+            ring = receiver.ring
+            words = ring.words
+            try:
+                while words[0] != ring.tail and (record := ring.read()) is not None:
+                    try:
+                        on_record(rank, receiver, record)
+                    finally:
+                        record.payload.release()
+                    ring.advance()
+                    if ring.busy and ring.writer_wants_space():
+                        self._outbox.wake_rank(rank)
+            except TransportError as error:
+                handlers.on_corrupt(rank, error)
         if self._outbox.has_backlog:
             self._outbox.flush()
         while self._events:
             self._events.popleft()()
-
-    def _drain(self, rank: int, handlers: Handlers) -> None:
-        receiver = self._receivers[rank]
-        ring = receiver.ring
-        try:
-            while (record := ring.read()) is not None:
-                try:
-                    handlers.on_record(rank, receiver, record)
-                finally:
-                    record.payload.release()
-                ring.advance()
-                if ring.busy and ring.writer_wants_space():
-                    self._outbox.wake_rank(rank)
-        except TransportError as error:
-            handlers.on_corrupt(rank, error)
 
     def post(self, event: Callable[[], None]) -> None:
         """Have `event` run inside the pump: now, or, from inside the pump, after what it is at."""
@@ -227,6 +224,14 @@ class Inbox:
 
     def let_go(self, me: int) -> None:
         """Give the lead to the next if thread `me` has it. A Ctrl-C in the midst of it must not leave it nowhere."""
+        if self._leader != me:
+            return
+        if not self._mask and not (self._loops or self._probing or self._unwaited or self._covered):
+            # The frequent case: nobody but this thread waits. Who joins the followers after this look sees no leader.
+            self._leader = None
+            if not self._followers:
+                return
+            self._leader = me
         interrupted: KeyboardInterrupt | None = None
         heir: tuple[int, threading.Lock] | None = None
         while self._leader == me or heir is not None:
@@ -253,18 +258,28 @@ class Inbox:
             if self._leader is not None and self._leader != me:
                 return False
             self._leader = me
-            self._publish()
+            if self._mask:
+                self._publish()
         return True
 
     def _lead(self, pending: PendingCall) -> None:
         spinner = self._spinner
 
+        heads, ranks, missing = self._heads, pending.ranks, pending.missing
+        followers, events = self._followers, self._events
+
         def found() -> bool:
-            if self.has_news():
-                self.pump()
+            if not (followers or events):
+                # Drain once, when every rank has answered: others who wait would not be there or have followed.
+                for rank in ranks:
+                    if rank in missing:
+                        words, ring = heads[rank]
+                        if words[0] == ring.tail:
+                            return pending.done
+            self.pump()
             return pending.done
 
-        if found() or (spinner.wants_to_spin() and spinner.spin(found)):
+        if spinner.wants_to_spin() and spinner.spin(found):
             return
         try:
             self._leader_parked = True

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import pickle
 import threading
 import time
 import warnings
@@ -211,7 +212,8 @@ class MPExecutor(Executor):
 
     def on_record(self, rank: int, receiver: Receiver, record: Record) -> None:
         """Hand one record of a rank to whom it belongs."""
-        if record.kind == OUTPUT:
+        kind = record.kind
+        if kind == OUTPUT:
             self._on_output(receiver, record)
             return
         pending = self._calls.by_id.get(record.call_id)
@@ -219,20 +221,21 @@ class MPExecutor(Executor):
             receiver.forget(record)
             self._calls.late += 1
             return
-        if not record.payload and not record.buffers and record.kind == DONE:
-            pending.accept(rank, None)
-            return
+        payload = record.payload
         try:
-            value = receiver.open(record)
+            if record.buffers:
+                value = receiver.open(record)
+            else:
+                value = pickle.loads(payload) if payload else None
         except Exception as error:  # unpickling runs user code, and a class may be missing here
             pending.fail(rank, _undecodable(error, rank, pending.method))
             return
-        if record.kind == DONE:
+        if kind == DONE:
             pending.accept(rank, value)
-        elif record.kind == FAILED and isinstance(value, Failure):
+        elif kind == FAILED and isinstance(value, Failure):
             pending.accept_failure(value)
         else:
-            raise TransportError(f"rank {rank} sent a record of unknown kind {record.kind}")
+            raise TransportError(f"rank {rank} sent a record of unknown kind {kind}")
 
     def _on_output(self, receiver: Receiver, record: Record) -> None:
         try:

@@ -18,6 +18,7 @@ from mpexec.transport.frame import PROTOCOL, Frame, encode, is_plain
 from mpexec.transport.linux import fence, ring_eventfd
 from mpexec.transport.ring import WANT_SPACE
 
+_EVERYONE: tuple[int, ...] = ()
 Addressed = list[tuple[Parcel, tuple[int, ...]]]
 
 
@@ -35,6 +36,7 @@ class Outbox:
     def __init__(self, link: Link, calls: CallTable) -> None:
         self._link = link
         self._sender = link.sender
+        self._ring = link.sender.ring
         self._calls = calls
         self._backlog: deque[tuple[int, int, Parcel, tuple[int, ...]]] = deque()
         self._writing = False
@@ -59,7 +61,7 @@ class Outbox:
             SerializationError: Something cannot be pickled; nothing is left in the pool.
         """
         if args_per_rank is None:
-            return [(self._parcel(pending, content, pending.ranks), () if everyone else pending.ranks)]
+            return [(self._parcel(pending, content, pending.ranks), _EVERYONE if everyone else pending.ranks)]
         parcels: Addressed = []
         method, _, kwargs, reply_ranks = content
         try:
@@ -116,7 +118,9 @@ class Outbox:
     def _write(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> bool:
         self._writing = True  # the lock does not stop a signal handler on this thread from sending in between
         try:
-            return self._sender.ring.try_write(
+            if not ranks and not parcel.buffers:
+                return self._ring.try_write(kind, call_id, parcel.payload)
+            return self._ring.try_write(
                 kind, call_id, parcel.payload, flags=parcel.flags, ranks=ranks, buffers=parcel.buffers
             )
         finally:

@@ -6,7 +6,6 @@ then are root cause and further failures told apart, because the first news of a
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -283,7 +282,6 @@ class CallTable:
     def __init__(self) -> None:
         self.by_id: dict[int, PendingCall] = {}
         self.ended: dict[int, str] = {}
-        self._ids = itertools.count(1)
         self.last_id = 0
         self.late = 0
 
@@ -292,7 +290,7 @@ class CallTable:
 
     def next_id(self) -> int:
         """A fresh call id. Ids ascend in the order of sending because they are taken under the send lock."""
-        self.last_id = next(self._ids)
+        self.last_id += 1
         return self.last_id
 
     def get(self, call_id: int) -> PendingCall | None:

@@ -42,6 +42,7 @@ class RankServer:
         self._call_ring = calls.ring
         self._replies = replies
         self._bells = driver_bells
+        self._reply_ring = replies.ring
         self._progress = replies.ring.words
         self._driver_words = calls.ring.words
         self._unsent: deque[tuple[int, int, Parcel]] = deque()
@@ -55,6 +56,7 @@ class RankServer:
         """Begin to answer for `worker`; on the thread that will run the loop."""
         self.worker = worker
         self._dispatcher = Dispatcher(worker, self._report, exits_pass=True)
+        self._run_call = self._dispatcher.run
 
     def has_news(self) -> bool:
         """True if `serve_calls` has something to do; unsent replies count only once there is room for them."""
@@ -90,7 +92,7 @@ class RankServer:
                 self._ring_driver()
             if call is not None and self._run(call):
                 return
-            if not ring.has_news():
+            if self._driver_words[0] == ring.tail:
                 return
             now = time.monotonic_ns()
             end = end or now + _TURN_NS
@@ -118,11 +120,10 @@ class RankServer:
 
     def _run(self, call: Call) -> bool:
         """True if it was a coroutine: its first step comes before the next call, so that calls start in order."""
-        assert self._dispatcher is not None
         progress = self._progress
         progress[PROGRESS_SINCE] = time.monotonic_ns()
         progress[PROGRESS_CALL] = call.call_id
-        started = self._dispatcher.run(call)
+        started = self._run_call(call)
         self._done_count += 1
         progress[PROGRESS_DONE] = self._done_count
         progress[PROGRESS_CALL] = 0
@@ -135,7 +136,7 @@ class RankServer:
             self._send(DONE, call.call_id, EMPTY)
         elif type(value) in PLAIN and len(payload := pickle.dumps(value, PROTOCOL)) <= self._replies.inline:
             # The short way for the most frequent replies; only this thread writes here, so no lock is needed.
-            if self._unsent or not self._replies.ring.try_write(DONE, call.call_id, payload):
+            if self._unsent or not self._reply_ring.try_write(DONE, call.call_id, payload):
                 self._unsent.append((DONE, call.call_id, Parcel(payload, (), 0)))
             self._ring_driver()
         else:
