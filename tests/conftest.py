@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,12 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
         item.obj = leaks.guard_tasks(item.obj)
     return (yield)
+
+
+def pytest_configure() -> None:
+    # A shell that starts a job in the background has it ignore Ctrl-C, and every program that it starts inherits that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

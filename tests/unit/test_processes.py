@@ -53,6 +53,7 @@ def _children() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
+    shutdown_fork_server()  # one that tests of other modules have left warm
     gc.collect()
     before = set(os.listdir("/proc/self/fd")), _children(), set(threading.enumerate())
     yield
