@@ -252,8 +252,8 @@ class Inbox:
 
     def claim(self, me: int) -> bool:
         """Make thread `me` the leader if there is none. It must `wait`, or `let_go`, next."""
-        if self._leader is not None:
-            return self._leader == me
+        if self._leader == me:
+            return True
         with self._park_lock:
             if self._leader is not None and self._leader != me:
                 return False
