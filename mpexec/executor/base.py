@@ -14,6 +14,7 @@ from mpexec.config import Topology, WorkerSpec
 from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
 from mpexec.executor.future import Callbacks, CallFuture
+from mpexec.executor.outputs import Outputs, OutputWait
 from mpexec.executor.pending import CallTable, PendingCall, broken_error
 from mpexec.executor.threads import in_thread
 from mpexec.messages import method_name
@@ -84,6 +85,7 @@ class Executor:
         self._grace = self.spec.failure_grace
         self._closer = self._closed_call
         self._callbacks = Callbacks()
+        self._outputs = Outputs(self.spec.max_outputs)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -347,12 +349,12 @@ class Executor:
         """Block this thread until the call is over."""
         raise NotImplementedError
 
-    async def _wait_async(self, pending: PendingCall) -> None:
-        """Wait on this loop until the call is over."""
+    async def _wait_async(self, waiting: PendingCall | OutputWait) -> None:
+        """Wait on this loop until the call is over, or the output there."""
         raise NotImplementedError
 
-    def _leave_unwaited(self, pending: PendingCall) -> None:
-        """See to it that the call ends although nobody waits for it."""
+    def _leave_unwaited(self, pending: PendingCall, *, covered: bool = False) -> None:
+        """See to it that the call ends although nobody waits for it; `covered` if any loop that waits will do."""
         raise NotImplementedError
 
     def _abandon(self, pending: PendingCall) -> None:
@@ -388,18 +390,53 @@ class Executor:
         """True while calls can make progress. Looks at processes and queues behind no call."""
         raise NotImplementedError
 
+    # -- outputs ---------------------------------------------------------------------------------------------------
+
     async def forward_async(self, inputs: Any) -> None:
-        """Hand one input to every rank's agent; returns when it is sent. At most `max_outputs` may be in flight."""
-        raise NotImplementedError
+        """Hand one input to every rank's agent; returns when it is sent. At most `max_outputs` may be in flight.
+
+        Raises:
+            WrongStateError: The executor has not been started.
+            BaseException: The failure that ended the background tasks.
+        """
+        self._check_running()
+        room = self._outputs.make_room()
+        await self._receive(room)
+        try:
+            pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
+        except BaseException:
+            self._outputs.withdraw(room)
+            raise
+        pending.on_done(self._on_notified)
+        self._leave_unwaited(pending, covered=True)
 
     async def get_output_async(self) -> Any:
         """Wait for the next output of the output rank's agent, in the order of the inputs.
 
         Raises:
+            WrongStateError: The executor has not been started.
             ExecutorStoppedError: The executor was stopped.
             BaseException: The failure that ended the background tasks.
         """
-        raise NotImplementedError
+        wait = self._outputs.take()
+        try:
+            if not wait.done:
+                self._check_running()
+        except BaseException:
+            self._outputs.withdraw(wait)
+            raise
+        await self._receive(wait)
+        return wait.value
+
+    async def _receive(self, wait: OutputWait) -> None:
+        """Wait for an output or for room, and give it back where the wait is cancelled."""
+        try:
+            await self._wait_async(wait)
+        except BaseException:
+            self._outputs.withdraw(wait)
+            raise
+        if wait.error is not None:
+            raise wait.error
 
     # -- verbs -----------------------------------------------------------------------------------------------------
 

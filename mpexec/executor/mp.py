@@ -31,7 +31,7 @@ from mpexec.executor.group import RankGroup, StartAbort, died_error
 from mpexec.executor.inbox import Inbox, Waitable
 from mpexec.executor.link import Link
 from mpexec.executor.outbox import Outbox
-from mpexec.executor.outputs import Outputs
+from mpexec.executor.outputs import OutputWait
 from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
 from mpexec.executor.stacks import collect_stacks
 from mpexec.executor.threads import in_thread
@@ -93,7 +93,6 @@ class MPExecutor(Executor):
         super().__init__(agent, **options)
         refuse_while_importing_main()
         self._enter(State.STARTING)
-        self._outputs = Outputs(self.spec.max_outputs)
         self._unstopped: dict[int, int] = {}  # ranks told to stop that have not answered: the token of each
         self._stop_tokens = itertools.count(1)
         self._trim_planned = False
@@ -424,8 +423,8 @@ class MPExecutor(Executor):
     def _wait(self, pending: PendingCall) -> None:
         self._inbox.wait(pending)
 
-    async def _wait_async(self, pending: PendingCall) -> None:
-        await self._inbox.wait_async(pending)
+    async def _wait_async(self, waiting: PendingCall | OutputWait) -> None:
+        await self._inbox.wait_async(waiting)
 
     def _leave_unwaited(self, pending: PendingCall, *, covered: bool = False) -> None:
         self._inbox.count_unwaited(1, covered=covered)
@@ -448,39 +447,6 @@ class MPExecutor(Executor):
         )
         if self._state in (State.READY, State.RUNNING, State.STOPPED):
             self._outbox.cancel(pending)
-
-    async def forward_async(self, inputs: Any) -> None:
-        """Hand one input to every rank's agent; returns when it is sent. At most `max_outputs` may be in flight."""
-        self._check_running()
-        room = self._outputs.make_room()
-        try:
-            await self._inbox.wait_async(room)
-        except BaseException:
-            self._outputs.withdraw(room)
-            raise
-        if room.error is not None:
-            raise room.error
-        try:
-            pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
-        except BaseException:
-            self._outputs.withdraw(room)
-            raise
-        pending.on_done(self._on_notified)
-        self._leave_unwaited(pending, covered=True)
-
-    async def get_output_async(self) -> Any:
-        """Wait for the next output of the output rank's agent, in the order of the inputs."""
-        wait = self._outputs.take()
-        try:
-            if not wait.done:
-                self._check_running()
-            await self._inbox.wait_async(wait)
-        except BaseException:
-            self._outputs.withdraw(wait)
-            raise
-        if wait.error is not None:
-            raise wait.error
-        return wait.value
 
     # -- verbs ---------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, RPCTimeoutError, StartupError
 from mpexec.executor.base import Executor, Method, State
-from mpexec.executor.outputs import Outputs, OutputWait
+from mpexec.executor.outputs import OutputWait
 from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
 from mpexec.messages import Call, Failure
 from mpexec.worker.base_worker import BaseWorker
@@ -52,7 +53,6 @@ class UniExecutor(Executor):
             raise ConfigError(f"UniExecutor runs one rank, not {self.world_size}: use build_executor or MPExecutor")
         self._enter(State.STARTING)
         self._lock = threading.RLock()
-        self._outputs = Outputs(self.spec.max_outputs)
         self._worker: BaseWorker | None = None
         self._dispatcher: Dispatcher | None = None
         self._own_loop = asyncio.SelectorEventLoop()
@@ -190,10 +190,7 @@ class UniExecutor(Executor):
             if not gate.acquire(timeout=left) and not pending.done:
                 self._expire(pending)
 
-    async def _wait_async(self, pending: PendingCall) -> None:
-        await self._watch(pending)
-
-    async def _watch(self, waiting: PendingCall | OutputWait) -> None:
+    async def _wait_async(self, waiting: PendingCall | OutputWait) -> None:
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
@@ -221,7 +218,7 @@ class UniExecutor(Executor):
         finally:
             waiting.unwatch(changed)
 
-    def _leave_unwaited(self, pending: PendingCall) -> None:
+    def _leave_unwaited(self, pending: PendingCall, *, covered: bool = False) -> None:
         left = pending.deadline.remaining()
         if left is None:
             return
@@ -327,42 +324,6 @@ class UniExecutor(Executor):
         stopping = self._worker_stopping
         return stopping is not None and not stopping.done()
 
-    # -- outputs ---------------------------------------------------------------------------------------------------
-
-    async def forward_async(self, inputs: Any) -> None:
-        """Hand one input to the agent; returns when it is queued. At most `max_outputs` may be in flight."""
-        self._check_running()
-        room = self._outputs.make_room()
-        await self._take(room)
-        try:
-            pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
-        except BaseException:
-            self._outputs.withdraw(room)
-            raise
-        pending.on_done(self._on_notified)
-
-    async def get_output_async(self) -> Any:
-        """Wait for the next output of the agent, in the order of the inputs."""
-        wait = self._outputs.take()
-        if not wait.done:
-            try:
-                self._check_running()
-            except BaseException:
-                self._outputs.withdraw(wait)
-                raise
-        await self._take(wait)
-        return wait.value
-
-    async def _take(self, wait: OutputWait) -> None:
-        try:
-            if not wait.done:
-                await self._watch(wait)
-        except BaseException:
-            self._outputs.withdraw(wait)
-            raise
-        if wait.error is not None:
-            raise wait.error
-
     # -- verbs -----------------------------------------------------------------------------------------------------
 
     def _start_ranks(self) -> None:
@@ -449,8 +410,6 @@ class UniExecutor(Executor):
     @property
     def pids(self) -> tuple[int, ...]:
         """The driver's own process id."""
-        import os
-
         return (os.getpid(),)
 
     def describe(self) -> dict[str, Any]:
