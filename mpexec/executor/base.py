@@ -378,6 +378,17 @@ class Executor:
         """Free everything, bounded by `stop_timeout`."""
         raise NotImplementedError
 
+    def _new_background(self) -> PendingCall:
+        """The call that waits for the background tasks of all ranks; an executor that idles is no news."""
+        pending = PendingCall(0, "wait_tasks", self._all_ranks, (), NEVER, self._grace)
+        pending.reports = False
+        pending.closer = self._background_over
+        return pending
+
+    def _background_over(self, background: PendingCall) -> None:
+        """The background call has ended; if it failed, everything stops."""
+        raise NotImplementedError
+
     def _background_failed(self, error: BaseException) -> None:
         """A background task, or a call that nobody waits for, has failed: everything stops."""
         raise NotImplementedError

@@ -345,10 +345,8 @@ class MPExecutor(Executor):
         self._inbox.post(fail)
 
     def _new_background(self) -> PendingCall:
-        pending = PendingCall(0, "wait_tasks", self._all_ranks, (), Deadline.after(None), self.spec.failure_grace)
-        pending.reports = False
+        pending = super()._new_background()
         pending.on_failure = self._stop_others
-        pending.closer = self._background_over
         return pending
 
     def _stop_others(self, background: PendingCall) -> None:

@@ -285,12 +285,6 @@ class UniExecutor(Executor):
                 self._background = background = self._new_background()
             background.end_with(error)
 
-    def _new_background(self) -> PendingCall:
-        pending = PendingCall(0, "wait_tasks", self._all_ranks, (), Deadline.after(None), self.spec.failure_grace)
-        pending.reports = False
-        pending.closer = self._background_over
-        return pending
-
     def _background_over(self, background: PendingCall) -> None:
         self._calls.close(background)
         error = background.error
