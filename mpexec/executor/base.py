@@ -389,6 +389,22 @@ class Executor:
         """The background call has ended; if it failed, everything stops."""
         raise NotImplementedError
 
+    def _fail_background(self, error: BaseException) -> None:
+        """End the background call with this error, unless a root cause came before it; then every other call with it.
+
+        A call that was notified may fail because a background task has: its rank takes no inputs any more. That must
+        not become the root cause, neither of the outputs nor of a later `wait_tasks`.
+        """
+        if self._state in (State.BROKEN, State.RELEASED):
+            return
+        background = self._background
+        if background is None or self._state is not State.RUNNING:
+            if background is not None and background.error is not None:
+                return
+            self._background = background = self._new_background()
+        background.end_with(error)
+        self._outputs.fail(background.error or error)
+
     def _background_failed(self, error: BaseException) -> None:
         """A background task, or a call that nobody waits for, has failed: everything stops."""
         raise NotImplementedError

@@ -330,19 +330,7 @@ class MPExecutor(Executor):
         self._group.end(Deadline.after(min(_BROKEN_END_S, self.spec.stop_timeout)))
 
     def _background_failed(self, error: BaseException) -> None:
-        """Everything stops: the background call ends with this error, every other call is ended by it."""
-
-        def fail() -> None:
-            if self._state in (State.BROKEN, State.RELEASED):
-                return
-            self._outputs.fail(error)
-            background = self._background
-            if background is None or self._state is not State.RUNNING:
-                self._background = background = self._new_background()
-            if not background.done:
-                background.end_with(error)
-
-        self._inbox.post(fail)
+        self._inbox.post(lambda: self._fail_background(error))
 
     def _new_background(self) -> PendingCall:
         pending = super()._new_background()

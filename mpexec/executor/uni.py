@@ -277,13 +277,7 @@ class UniExecutor(Executor):
 
     def _background_failed(self, error: BaseException) -> None:
         with self._lock:
-            if self._state in (State.BROKEN, State.RELEASED):
-                return
-            self._outputs.fail(error)
-            background = self._background
-            if background is None or self._state is not State.RUNNING:
-                self._background = background = self._new_background()
-            background.end_with(error)
+            self._fail_background(error)
 
     def _background_over(self, background: PendingCall) -> None:
         self._calls.close(background)

@@ -579,6 +579,18 @@ async def test_cancelling_the_last_awaiter_stops_the_tasks(fresh: Fresh) -> None
     assert await executor.collective_rpc_async("has_background") == [True] * executor.world_size
 
 
+async def test_a_failure_that_follows_from_the_root_cause_does_not_replace_it(fresh: Fresh) -> None:
+    executor = fresh(Tasks)
+    await executor.start_async()
+    await executor.collective_rpc_async("end_background", ("fail", (0,)))
+    with pytest.raises(MyError):
+        await in_time(executor.wait_tasks())
+    executor.notify("set_forward_inputs", (1,))  # fails: the agent's tasks have ended
+    await executor.collective_rpc_async("echo")
+    with pytest.raises(MyError):
+        await in_time(executor.wait_tasks())
+
+
 async def test_wait_tasks_returns_only_after_stop(fresh: Fresh) -> None:
     executor = fresh(Tasks)
     await executor.start_async()
