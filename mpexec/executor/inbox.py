@@ -22,6 +22,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from mpexec.deadline import Deadline
@@ -82,9 +83,8 @@ class Inbox:
     def __init__(self, board: Segment, receivers: list[Receiver], outbox: Outbox, handlers: Handlers) -> None:
         self.bells = [linux.OwnedFd(linux.eventfd()) for _ in range(3)]
         self._words = board.words
-        self._receivers = receivers
         self._outbox = outbox
-        self._heads = [(receiver.ring.words, receiver.ring) for receiver in receivers]
+        self._rings = [(rank, receiver, receiver.ring, receiver.ring.words) for rank, receiver in enumerate(receivers)]
         self._handlers = weakref.ref(handlers)
         # Re-entrant, because a signal handler of the user's may run, and stop the executor, while its thread has one.
         self._pump_lock = threading.RLock()
@@ -108,7 +108,7 @@ class Inbox:
 
     def has_news(self) -> bool:
         """True if `pump` has something to do."""
-        for words, ring in self._heads:
+        for _, _, ring, words in self._rings:
             if words[0] != ring.tail:
                 return True
         return bool(self._events)
@@ -135,15 +135,10 @@ class Inbox:
 
     def _pump(self, handlers: Handlers) -> None:
         on_record = handlers.on_record
-        for rank, receiver in enumerate(self._receivers):
-            ring = receiver.ring
-            words = ring.words
+        for rank, receiver, ring, words in self._rings:
             try:
                 while words[0] != ring.tail and (record := ring.read()) is not None:
-                    try:
-                        on_record(rank, receiver, record)
-                    finally:
-                        record.payload.release()
+                    on_record(rank, receiver, record)
                     ring.advance()
                     if ring.busy and ring.writer_wants_space():
                         self._outbox.wake_rank(rank)
@@ -264,22 +259,7 @@ class Inbox:
 
     def _lead(self, pending: PendingCall) -> None:
         spinner = self._spinner
-
-        heads, ranks, missing = self._heads, pending.ranks, pending.missing
-        followers, events = self._followers, self._events
-
-        def found() -> bool:
-            if not (followers or events):
-                # Drain once, when every rank has answered: others who wait would not be there or have followed.
-                for rank in ranks:
-                    if rank in missing:
-                        words, ring = heads[rank]
-                        if words[0] == ring.tail:
-                            return pending.done
-            self.pump()
-            return pending.done
-
-        if spinner.wants_to_spin() and spinner.spin(found):
+        if spinner.spin(partial(self._look, pending)):
             return
         try:
             self._leader_parked = True
@@ -290,6 +270,18 @@ class Inbox:
             spinner.woke_after(time.monotonic_ns() - began)
         finally:
             self._leader_parked = False
+
+    def _look(self, pending: PendingCall) -> bool:
+        """Drain if every rank that is missing has sent something, or others wait too; true if the call is over."""
+        if not (self._followers or self._events):
+            rings, values = self._rings, pending.values
+            for rank in pending.ranks:
+                if rank not in values:
+                    _, _, ring, words = rings[rank]
+                    if words[0] == ring.tail:
+                        return pending.done
+        self.pump()
+        return pending.done
 
     def _sleep(self, pending: PendingCall) -> None:
         bell = self.bells[0].fd

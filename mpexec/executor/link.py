@@ -10,7 +10,7 @@ from mpexec.config import WorkerSpec
 from mpexec.transport import linux
 from mpexec.transport.channel import Receiver, Sender
 from mpexec.transport.pool import PoolReader, PoolWriter, create_pool_memory
-from mpexec.transport.ring import PROGRESS_CALL, PROGRESS_DONE, PROGRESS_SINCE, RingReader, RingWriter, create_ring
+from mpexec.transport.ring import PROGRESS_CALL, PROGRESS_SINCE, RingReader, RingWriter, create_ring
 
 _STACK_LIMIT = 1 << 20
 
@@ -46,10 +46,10 @@ class RankLink:
             "stacks": self._stacks.fd,
         }
 
-    def progress(self) -> tuple[int, int, int]:
-        """The call it is in (0: none), since when (monotonic ns), and how many it has finished."""
+    def progress(self) -> tuple[int, int]:
+        """The call it is in (0: none), and since when (monotonic ns)."""
         words = self._segment.words
-        return words[PROGRESS_CALL], words[PROGRESS_SINCE], words[PROGRESS_DONE]
+        return words[PROGRESS_CALL], words[PROGRESS_SINCE]
 
     def stack_bytes(self) -> int:
         """Length of the stack file by now."""

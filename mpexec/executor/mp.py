@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import os
-import pickle
 import threading
 import time
 import warnings
@@ -37,7 +36,8 @@ from mpexec.executor.stacks import collect_stacks
 from mpexec.executor.threads import in_thread
 from mpexec.messages import Failure
 from mpexec.processes import Death, refuse_while_importing_main
-from mpexec.transport.channel import DONE, FAILED, OUTPUT, Receiver
+from mpexec.transport.channel import DONE, FAILED, OUTPUT, PLAIN_DONE, Receiver
+from mpexec.transport.frame import load_plain
 from mpexec.transport.ring import Record
 from mpexec.worker.main import LinkFacts
 
@@ -183,16 +183,18 @@ class MPExecutor(Executor):
     ) -> None:
         content = (method, args, kwargs or {}, reply_ranks)
         outbox = self._outbox
+        everyone = pending.ranks is self._all_ranks
         try:
-            parcels = outbox.pack(pending, content, args_per_rank, pending.ranks is self._all_ranks)
+            plain = outbox.pack_plain(content) if everyone and args_per_rank is None else None
+            parcels = outbox.pack(pending, content, args_per_rank, everyone) if plain is None else ()
             if pending.waited:
                 self._inbox.claim(threading.get_ident())  # before a fast rank can wake somebody else for its reply
-            outbox.send(pending, parcels)
+            outbox.send(pending, plain, parcels)
         except (ValueError, OSError) as error:
             if self._state is not State.RELEASED:
                 raise
             raise ExecutorStoppedError("the executor was released meanwhile") from error
-        if parcels[0][0].buffers and not self._trim_planned:
+        if parcels and parcels[0][0].buffers and not self._trim_planned:
             self._trim_planned = True
             self._group.monitor.wake()  # it sleeps, and there is a time now at which to give memory back
         if not self._usable:
@@ -219,22 +221,23 @@ class MPExecutor(Executor):
         if pending is None:
             receiver.forget(record)
             self._calls.late += 1
-            return
-        payload = record.payload
+        elif kind == PLAIN_DONE:
+            pending.accept(rank, load_plain(record.payload))
+        else:
+            self._on_answer(pending, rank, receiver, record)
+
+    def _on_answer(self, pending: PendingCall, rank: int, receiver: Receiver, record: Record) -> None:
         try:
-            if record.buffers:
-                value = receiver.open(record)
-            else:
-                value = pickle.loads(payload) if payload else None
+            value = receiver.open(record) if record.payload or record.buffers else None
         except Exception as error:  # unpickling runs user code, and a class may be missing here
             pending.fail(rank, _undecodable(error, rank, pending.method))
             return
-        if kind == DONE:
+        if record.kind == DONE:
             pending.accept(rank, value)
-        elif kind == FAILED and isinstance(value, Failure):
+        elif record.kind == FAILED and isinstance(value, Failure):
             pending.accept_failure(value)
         else:
-            raise TransportError(f"rank {rank} sent a record of unknown kind {kind}")
+            raise TransportError(f"rank {rank} sent a record of unknown kind {record.kind}")
 
     def _on_output(self, receiver: Receiver, record: Record) -> None:
         try:
@@ -291,7 +294,7 @@ class MPExecutor(Executor):
         self._break(root, lambda pending: root if pending is first else died_error(death, method, states))
 
     def _method_in(self, rank: int) -> str | None:
-        call_id, _, _ = self._link.ranks[rank].progress()
+        call_id, _ = self._link.ranks[rank].progress()
         if self._background is not None and call_id == self._background.call_id:
             return None
         return self._calls.method_of(call_id) if call_id else None
@@ -299,7 +302,7 @@ class MPExecutor(Executor):
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _closed_call(self, pending: PendingCall) -> None:
-        self._calls.close(pending)
+        self._calls.by_id.pop(pending.call_id, None)  # its later replies are late
         if pending.stuck and pending.error is not None:
             with contextlib.suppress(Exception):  # a user's class may refuse notes
                 pending.error.add_note(f"the other ranks did not answer; {self._states_text()}")
@@ -370,7 +373,7 @@ class MPExecutor(Executor):
             return
         if pending.deadline.expired:
             pending.timed_out = True
-            missing = tuple(sorted(pending.missing))
+            missing = pending.missing
             stacks = collect_stacks(self._group, self._link, missing)
             self._inbox.post(lambda: self._time_out(pending, missing, stacks))
         elif pending.report_due(now):
@@ -534,8 +537,8 @@ class MPExecutor(Executor):
         row["exit"] = None if death is None else death.describe()
         row["ended_by"] = self._group.rungs.get(rank)
         if self._state is not State.RELEASED:
-            call_id, since, done = self._link.ranks[rank].progress()
-            row["calls_done"] = done
+            call_id, since = self._link.ranks[rank].progress()
+            row["replies"] = self._link.ranks[rank].replies.ring.records
             row["call_id"] = call_id or None
             row["method"] = self._calls.method_of(call_id) if call_id else None
             row["seconds"] = round((time.monotonic_ns() - since) / 1e9, 3) if call_id else None

@@ -6,20 +6,20 @@ on a full call ring and ranks blocked on full reply rings cannot wait for each o
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from mpexec.executor.link import Link
 from mpexec.executor.pending import CallTable, PendingCall
-from mpexec.transport.channel import CALL, CANCEL, EMPTY, Parcel
-from mpexec.transport.frame import PROTOCOL, Frame, encode, is_plain
+from mpexec.transport.channel import CALL, CANCEL, PLAIN_CALL, Parcel
+from mpexec.transport.frame import dump_plain, encode, is_plain
 from mpexec.transport.linux import fence, ring_eventfd
-from mpexec.transport.ring import WANT_SPACE
+from mpexec.transport.ring import WANT_SPACE, Buffer
 
 _EVERYONE: tuple[int, ...] = ()
-Addressed = list[tuple[Parcel, tuple[int, ...]]]
+Addressed = Sequence[tuple[Parcel, tuple[int, ...]]]
+_Record = tuple[int, int, bytes, int, tuple[int, ...], tuple[Buffer, ...]]  # as `RingWriter.try_write` takes it
 
 
 class Outbox:
@@ -38,9 +38,17 @@ class Outbox:
         self._sender = link.sender
         self._ring = link.sender.ring
         self._calls = calls
-        self._backlog: deque[tuple[int, int, Parcel, tuple[int, ...]]] = deque()
+        self._backlog: deque[_Record] = deque()
         self._writing = False
         self.has_backlog = False
+
+    def pack_plain(self, content: tuple[Any, ...]) -> bytes | None:
+        """The bytes of a call whose arguments are numbers, strings and the like; None for every other call."""
+        method, args, kwargs, _ = content
+        if type(method) is not str or not is_plain(args) or (kwargs and not is_plain(tuple(kwargs.values()))):
+            return None
+        payload = dump_plain(content)
+        return payload if len(payload) <= self._sender.inline else None
 
     def pack(
         self,
@@ -62,7 +70,7 @@ class Outbox:
         """
         if args_per_rank is None:
             return [(self._parcel(pending, content, pending.ranks), _EVERYONE if everyone else pending.ranks)]
-        parcels: Addressed = []
+        parcels: list[tuple[Parcel, tuple[int, ...]]] = []
         method, _, kwargs, reply_ranks = content
         try:
             for own, rank in zip(args_per_rank, pending.ranks, strict=True):
@@ -73,32 +81,35 @@ class Outbox:
         return parcels
 
     def _parcel(self, pending: PendingCall, content: tuple[Any, ...], ranks: tuple[int, ...]) -> Parcel:
-        method, args, kwargs, _ = content
-        sender = self._sender
-        if type(method) is str and is_plain(args) and (not kwargs or is_plain(tuple(kwargs.values()))):
-            payload = pickle.dumps(content, PROTOCOL)
-            return Parcel(payload, (), 0) if len(payload) <= sender.inline else sender.pack(Frame(payload), ranks)
-        return sender.pack(encode(content, f"the arguments of {pending.method!r}"), ranks)
+        return self._sender.pack(encode(content, f"the arguments of {pending.method!r}"), ranks)
 
     def discard(self, parcels: Addressed) -> None:
         """Free the slots of parcels that are not going to be sent."""
         for parcel, _ in parcels:
             self._sender.discard(parcel)
 
-    def send(self, pending: PendingCall, parcels: Addressed) -> None:
-        """Give the call an id, enter it, send it. Ids ascend in the order of sending, which is that of all ranks."""
-        sender = self._sender
+    def send(self, pending: PendingCall, plain: bytes | None, parcels: Addressed = ()) -> None:
+        """Give the call an id, enter it, send it. Ids ascend in the order of sending, which is that of all ranks.
+
+        Args:
+            pending: The call.
+            plain: What `pack_plain` gave, for all ranks; None where there are parcels.
+            parcels: What `pack` gave.
+        """
+        sender, calls = self._sender, self._calls
         with sender.lock:
-            pending.call_id = call_id = self._calls.next_id()
-            self._calls.by_id[call_id] = pending  # before the record is out, or a fast reply would find nobody
+            pending.call_id = call_id = calls.next_id()
+            calls.by_id[call_id] = pending  # before the record is out, or a fast reply would find nobody
+            if plain is not None:
+                self._put(PLAIN_CALL, call_id, plain)
             for parcel, ranks in parcels:
-                self._put(CALL, call_id, parcel, ranks)
+                self._put(CALL, call_id, parcel.payload, parcel.flags, ranks, parcel.buffers)
         sender.ring_doorbells()
 
     def cancel(self, pending: PendingCall) -> None:
         """Tell the ranks that nobody waits for a call any more; its coroutines end."""
         with self._sender.lock:
-            self._put(CANCEL, pending.call_id, EMPTY, pending.ranks)
+            self._put(CANCEL, pending.call_id, b"", 0, pending.ranks)
         self._sender.ring_doorbells()
 
     def last_id(self) -> int:
@@ -106,23 +117,34 @@ class Outbox:
         with self._sender.lock:
             return self._calls.last_id
 
-    def _put(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> None:
-        if self._backlog or self._writing or not self._write(kind, call_id, parcel, ranks):
-            self._backlog.append((kind, call_id, parcel, ranks))
-            self.has_backlog = True
-            self._link.board.words[WANT_SPACE] = 1
-            # A rank that made room before it could see that word wakes nobody: look once more.
-            fence()
-            self.flush()
+    def _put(
+        self,
+        kind: int,
+        call_id: int,
+        payload: bytes,
+        flags: int = 0,
+        ranks: tuple[int, ...] = (),
+        buffers: tuple[Buffer, ...] = (),
+    ) -> None:
+        if not (self._backlog or self._writing):
+            # The lock does not stop a signal handler on this thread from sending in between.
+            self._writing = True
+            try:
+                if self._ring.try_write(kind, call_id, payload, flags, ranks, buffers):
+                    return
+            finally:
+                self._writing = False
+        self._backlog.append((kind, call_id, payload, flags, ranks, buffers))
+        self.has_backlog = True
+        self._link.board.words[WANT_SPACE] = 1
+        # A rank that made room before it could see that word wakes nobody: look once more.
+        fence()
+        self.flush()
 
-    def _write(self, kind: int, call_id: int, parcel: Parcel, ranks: tuple[int, ...]) -> bool:
-        self._writing = True  # the lock does not stop a signal handler on this thread from sending in between
+    def _write(self, record: _Record) -> bool:
+        self._writing = True
         try:
-            if not ranks and not parcel.buffers:
-                return self._ring.try_write(kind, call_id, parcel.payload)
-            return self._ring.try_write(
-                kind, call_id, parcel.payload, flags=parcel.flags, ranks=ranks, buffers=parcel.buffers
-            )
+            return self._ring.try_write(*record)
         finally:
             self._writing = False
 
@@ -130,7 +152,7 @@ class Outbox:
         """Send what had found no room, in order. Called by whoever drains."""
         sender = self._sender
         with sender.lock:
-            while self._backlog and not self._writing and self._write(*self._backlog[0]):
+            while self._backlog and not self._writing and self._write(self._backlog[0]):
                 self._backlog.popleft()
             if not self._backlog:
                 self.has_backlog = False

@@ -87,21 +87,24 @@ class PendingCall:
         self.ranks = ranks
         self.reply_ranks = reply_ranks
         self.deadline = deadline
-        self.missing = set(ranks)
-        self.values: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}  # by rank; every rank that has finished is in it
         self._grace = grace
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have neither finished nor failed."""
+        failed = {ending.rank for ending in self._failures}
+        return tuple(rank for rank in self.ranks if rank not in self.values and rank not in failed)
 
     def accept(self, rank: int, value: Any) -> None:
         """A rank has finished."""
-        missing = self.missing
-        missing.discard(rank)
-        self.values[rank] = value
-        if not missing:
-            if self._failures:
-                if not self.settle(time.monotonic_ns()):
-                    self._wake_waiter()  # there is a sooner expiry now
-            elif not self.timed_out:
-                self.finish(None)
+        values = self.values
+        values[rank] = value
+        if self._failures:
+            if not (self.missing or self.settle(time.monotonic_ns())):
+                self._wake_waiter()  # there is a sooner expiry now
+        elif len(values) == len(self.ranks) and not self.timed_out:
+            self.finish(None)
 
     def accept_failure(self, failure: Failure) -> None:
         """A rank has failed."""
@@ -110,7 +113,6 @@ class PendingCall:
     def fail(self, rank: int, error: BaseException, *, consequence: bool = False, at_ns: int | None = None) -> None:
         """Note a failure of a rank; the call ends later, see `settle`."""
         now = time.monotonic_ns()
-        self.missing.discard(rank)
         self._failures = (*self._failures, _Ending(error, rank, at_ns or now, consequence))
         if not self._first_failure_ns:
             self._first_failure_ns = now
@@ -259,7 +261,7 @@ class PendingCall:
             raise self.error
         if self.bare:
             return self.values[self.reply_ranks[0]]
-        return [self.values[rank] for rank in self.reply_ranks]
+        return list(map(self.values.__getitem__, self.reply_ranks))
 
 
 def open_gate(gate: threading.Lock) -> None:

@@ -20,6 +20,8 @@ CANCEL = 2
 DONE = 3
 FAILED = 4
 OUTPUT = 5
+PLAIN_CALL = 6  # as CALL and DONE, for all ranks, and with a payload that `dump_plain` made
+PLAIN_DONE = 7
 
 _IN_SLOT = 1  # flag: the pickle stream itself lies in the last buffer
 

@@ -36,7 +36,10 @@ class Spinner:
         return True
 
     def spin(self, found: Callable[[], bool]) -> bool:
-        """Yield the core and ask `found` until it is true or the budget is used up."""
+        """Yield the core and ask `found` until it is true or the budget is used up; false at once while it pauses."""
+        if self._skip > 0:
+            self._skip -= 1
+            return False
         last = time.monotonic_ns()
         end = last + WALL_NS
         for _ in range(self._yields):

@@ -1,13 +1,15 @@
 """Objects to bytes and back: pickle protocol 5, with large arrays and tensors outside the stream.
 
 Plain pickle comes first because it is three times as fast; cloudpickle follows where pickle fails, or where the user's
-`__main__` has no file and its classes cannot be found by name in another process.
+`__main__` has no file and its classes cannot be found by name in another process. Calls and replies of numbers and
+strings only, which are the most, go by `marshal`: it takes half as long as pickle, and both ends are one interpreter.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import marshal
 import os
 import pickle
 import sys
@@ -39,8 +41,16 @@ class Frame:
         self.private = private
 
 
+def dump_plain(value: Any) -> bytes:
+    """Bytes of an object of plain values, tuples and dicts; the version without back references is the fastest."""
+    return marshal.dumps(value, 2)
+
+
+load_plain = marshal.loads
+
+
 def is_plain(values: Sequence[Any]) -> bool:
-    """True if every value is an int, str, float, bool or None: plain `pickle.dumps` then does it all."""
+    """True if every value is an int, str, float, bool or None: `dump_plain` then does it all."""
     for value in values:  # noqa: SIM110  # `all` with a generator takes twice as long
         if type(value) not in PLAIN:
             return False

@@ -18,10 +18,12 @@ from mpexec.transport import linux
 from mpexec.transport.segment import PAGE, Segment
 
 MAGIC = 0x5052584D
-_HEADER = Struct("<IIQQHHIII")  # magic, generation, sequence, call id, kind, flags, ranks, buffers, payload bytes
-_HEADER_BYTES = _HEADER.size
+_HEADER = Struct("<QQQII")  # magic and generation, sequence, call id, kind, bytes that follow
+_HEADER_BYTES = _HEADER.size  # records are multiples of it, so that a header never lies across the end
+_TABLES = Struct("<IIQ")  # before the payload of a tabled record: numbers of ranks and of buffers, flags
 _BUFFER = Struct("<QQQQ")  # offset, length, slot, mark
-_PAD = 0xFFFF
+_TABLED = 1 << 31  # in the kind: tables come before the payload
+_PAD = 0xFFFFFFFF  # as the kind: the rest of the data area is skipped
 
 _HEAD = 0
 DRIVER_PARKED = 1  # call ring only: a mask of the driver's doorbells that a rank must ring after a reply
@@ -29,7 +31,6 @@ DRIVER_PARKED = 1  # call ring only: a mask of the driver's doorbells that a ran
 WANT_SPACE = 8  # the writer waits for room: wake it after reading
 PROGRESS_CALL = 16  # reply rings only: the call that this rank is in, 0 when it is in none
 PROGRESS_SINCE = 17  # monotonic ns since when
-PROGRESS_DONE = 18  # calls finished
 _FIRST_READER = 24
 _READER_WORDS = 8
 _PARKED = 1  # after a reader's tail: it sleeps, ring its doorbell
@@ -39,6 +40,7 @@ _NEEDS_FENCE = platform.machine() not in ("x86_64", "AMD64", "i686")
 
 _PACK_HEADER = _HEADER.pack_into
 _UNPACK_HEADER = _HEADER.unpack_from
+_ROUND = _HEADER_BYTES - 1
 _NO_BUFFERS: tuple[Buffer, ...] = ()
 
 
@@ -59,7 +61,7 @@ class Buffer:
 class Record:
     """One record as a reader finds it; `payload` points into the ring and is valid until `advance`.
 
-    A reader has one of these and fills it anew for each record.
+    A reader has two of these, for records with and without tables, and fills them anew for each record.
     """
 
     __slots__ = ("buffers", "call_id", "flags", "kind", "payload", "ranks")
@@ -90,7 +92,7 @@ class _Side:
         self.segment = segment
         self.words = segment.words
         self._readers = readers
-        self._generation = generation
+        self._stamp = generation << 32 | MAGIC
         self._base = _header_bytes(readers)
         self.capacity = segment.size - self._base
         self._data = segment.data[self._base :]
@@ -110,6 +112,7 @@ class RingWriter(_Side):
         # any two steps of a write leaves either no record or a whole one.
         self._at = (0, 0)
         self._free_until = self.capacity
+        self._limit = self.capacity  # up to here a record may be written without a further look: free, and in this lap
         self.largest = self.capacity // 4
 
     def drop_reader(self, reader: int) -> None:
@@ -140,7 +143,6 @@ class RingWriter(_Side):
         kind: int,
         call_id: int,
         payload: bytes | bytearray | memoryview = b"",
-        *,
         flags: int = 0,
         ranks: tuple[int, ...] = (),
         buffers: tuple[Buffer, ...] = (),
@@ -150,50 +152,52 @@ class RingWriter(_Side):
         Raises:
             TransportError: The record is longer than a quarter of the ring; such a payload belongs in a slot.
         """
+        if ranks or buffers or flags:
+            payload = _with_tables(payload, flags, ranks, buffers)
+            kind |= _TABLED
         length = len(payload)
-        table = (len(ranks) * 4 + 7 & ~7) + len(buffers) * _BUFFER.size if ranks or buffers else 0
-        total = _HEADER_BYTES + table + (length + 7 & ~7)
-        if total > self.largest:
-            raise TransportError(f"a record of {total} bytes does not fit a ring of {self.capacity}: send it in a slot")
+        total = _HEADER_BYTES + (length + _ROUND & ~_ROUND)
         head, sequence = self._at
         if head != self.words[_HEAD]:
             head, sequence = self._at = (self.words[_HEAD], sequence + 1)
-        at = head % self.capacity
-        rest = self.capacity - at
-        skip = rest if rest < total else 0
-        if head + skip + total > self._free_until:
-            self._refresh()
-            if head + skip + total > self._free_until:
+        if head + total > self._limit or total > self.largest:
+            place = self._find_place(head, sequence, total)
+            if place is None:
                 return False
-        if skip:
-            if rest >= _HEADER_BYTES:
-                _HEADER.pack_into(self._data, at, MAGIC, self._generation, sequence, 0, _PAD, 0, 0, 0, 0)
-            head += skip
-            at = 0
+            head = place
         data = self._data
-        _PACK_HEADER(
-            data, at, MAGIC, self._generation, sequence, call_id, kind, flags, len(ranks), len(buffers), length
-        )
-        place = at + _HEADER_BYTES
-        if table:
-            place = self._write_tables(place, ranks, buffers)
-        data[place : place + length] = payload
+        at = head % self.capacity
+        _PACK_HEADER(data, at, self._stamp, sequence, call_id, kind, length)
+        at += _HEADER_BYTES
+        data[at : at + length] = payload
         if _NEEDS_FENCE:
             linux.fence()
         self.words[_HEAD] = head + total
         self._at = (head + total, sequence + 1)
         return True
 
-    def _write_tables(self, place: int, ranks: tuple[int, ...], buffers: tuple[Buffer, ...]) -> int:
-        if ranks:
-            packed = Struct(f"<{len(ranks)}I")
-            packed.pack_into(self._data, place, *ranks)
-            place += packed.size + 7 & ~7
-        for buffer in buffers:
-            mark = buffer.mark << 1 | buffer.private
-            _BUFFER.pack_into(self._data, place, buffer.offset, buffer.length, buffer.slot, mark)
-            place += _BUFFER.size
+    def _find_place(self, head: int, sequence: int, total: int) -> int | None:
+        """Where a record of `total` bytes may go that does not fit below the limit; None where there is no room now."""
+        if total > self.largest:
+            raise TransportError(f"a record of {total} bytes does not fit a ring of {self.capacity}: send it in a slot")
+        self._refresh()
+        at = head % self.capacity
+        place = head if at + total <= self.capacity else head + self.capacity - at
+        if place + total > self._free_until:
+            return None
+        if place != head:
+            _PACK_HEADER(self._data, at, self._stamp, sequence, 0, _PAD, 0)
+        self._limit = min(self._free_until, (place // self.capacity + 1) * self.capacity)
         return place
+
+
+def _with_tables(
+    payload: bytes | bytearray | memoryview, flags: int, ranks: tuple[int, ...], buffers: tuple[Buffer, ...]
+) -> bytes:
+    parts: list[bytes | bytearray | memoryview] = [_TABLES.pack(len(ranks), len(buffers), flags)]
+    parts += [_BUFFER.pack(b.offset, b.length, b.slot, b.mark << 1 | b.private) for b in buffers]
+    parts += [Struct(f"<{len(ranks)}I").pack(*ranks), payload]
+    return b"".join(parts)
 
 
 class RingReader(_Side):
@@ -203,10 +207,17 @@ class RingReader(_Side):
         super().__init__(segment, readers, generation)
         self._tail_word = _FIRST_READER + _READER_WORDS * reader
         self.tail = 0
-        self._record = Record()
+        self._plain = Record()
+        self._tabled = Record()
         self._sequence = 0
         self._next = 0
+        self._half = self.capacity >> 1
         self.busy = False
+
+    @property
+    def records(self) -> int:
+        """How many records have been read and given back."""
+        return self._sequence
 
     def has_news(self) -> bool:
         """True if a record waits."""
@@ -224,63 +235,57 @@ class RingReader(_Side):
         Raises:
             TransportError: The record is foreign, torn or out of sequence; both values are named.
         """
-        head = self.words[_HEAD]
         tail = self.tail
+        head = self.words[_HEAD]
         if head == tail:
             return None
         if _NEEDS_FENCE:
             linux.fence()
-        capacity = self.capacity
-        self.busy = head - tail > capacity >> 1
-        at = tail % capacity
-        if capacity - at < _HEADER_BYTES:
-            tail += capacity - at
-            at = 0
-        header = _UNPACK_HEADER(self._data, at)
-        if header[4] == _PAD:
-            self._check(header)
-            tail += capacity - at
-            at = 0
-            header = _UNPACK_HEADER(self._data, 0)
-        magic, generation, sequence, call_id, kind, flags, n_ranks, n_buffers, length = header
-        if magic != MAGIC or generation != self._generation or sequence != self._sequence:
-            self._check(header)
-        place = at + _HEADER_BYTES
-        record = self._record
-        record.kind, record.flags, record.call_id = kind, flags, call_id
-        if n_ranks or n_buffers:
-            if tail + n_ranks * 4 + n_buffers * _BUFFER.size + length > head:
-                raise TransportError(f"record {sequence} claims {n_ranks} ranks, {n_buffers} buffers, {length} bytes")
-            place, record.ranks, record.buffers = self._read_tables(place, n_ranks, n_buffers)
+        data = self._data
+        at = tail % self.capacity
+        stamp, sequence, call_id, kind, length = _UNPACK_HEADER(data, at)
+        if stamp != self._stamp or sequence != self._sequence:
+            raise self._foreign(stamp, sequence)
+        if kind == _PAD:
+            self.tail = tail + self.capacity - at
+            return self.read()
+        start = at + _HEADER_BYTES
+        self._next = end = tail + _HEADER_BYTES + (length + _ROUND & ~_ROUND)
+        if end > head:
+            raise TransportError(f"record {sequence} ends at {end}, beyond the ring's head at {head}")
+        self.busy = head - tail > self._half
+        if kind & _TABLED:
+            record = self._tabled
+            kind &= ~_TABLED
+            start, length = self._read_tables(record, start, length)
         else:
-            record.ranks, record.buffers = None, _NO_BUFFERS
-        self._next = tail + place - at + (length + 7 & ~7)
-        if self._next > head:
-            raise TransportError(f"record {self._sequence} ends at {self._next}, beyond the ring's head at {head}")
-        record.payload = self._data[place : place + length]
+            record = self._plain
+        record.kind = kind
+        record.call_id = call_id
+        record.payload = data[start : start + length]
         return record
 
-    def _check(self, header: tuple[int, ...]) -> None:
-        expected = (MAGIC, self._generation, self._sequence)
-        if header[:3] != expected:
-            raise TransportError(
-                f"foreign or torn record: magic, generation and sequence are {header[:3]}, expected {expected}"
-            )
+    def _foreign(self, stamp: int, sequence: int) -> TransportError:
+        found, expected = (stamp & 0xFFFFFFFF, stamp >> 32, sequence), (MAGIC, self._stamp >> 32, self._sequence)
+        return TransportError(
+            f"foreign or torn record: magic, generation and sequence are {found}, expected {expected}"
+        )
 
-    def _read_tables(
-        self, place: int, n_ranks: int, n_buffers: int
-    ) -> tuple[int, tuple[int, ...] | None, list[Buffer]]:
-        ranks = None
-        if n_ranks:
-            packed = Struct(f"<{n_ranks}I")
-            ranks = packed.unpack_from(self._data, place)
-            place += packed.size + 7 & ~7
+    def _read_tables(self, record: Record, at: int, length: int) -> tuple[int, int]:
+        """Fill in ranks, buffers and flags; gives start and length of the payload behind them."""
+        n_ranks, n_buffers, record.flags = _TABLES.unpack_from(self._data, at) if length >= _TABLES.size else (0, 0, 0)
+        size = _TABLES.size + n_ranks * 4 + n_buffers * _BUFFER.size
+        if size > length:
+            raise TransportError(f"a record of {length} bytes claims {n_ranks} ranks and {n_buffers} buffers")
+        place = at + _TABLES.size
         buffers = []
         for _ in range(n_buffers):
-            offset, length, slot, mark = _BUFFER.unpack_from(self._data, place)
-            buffers.append(Buffer(offset, length, slot, mark >> 1, bool(mark & 1)))
+            offset, buffer_length, slot, mark = _BUFFER.unpack_from(self._data, place)
+            buffers.append(Buffer(offset, buffer_length, slot, mark >> 1, bool(mark & 1)))
             place += _BUFFER.size
-        return place, ranks, buffers
+        record.buffers = buffers
+        record.ranks = Struct(f"<{n_ranks}I").unpack_from(self._data, place) if n_ranks else None
+        return at + size, length - size
 
     def advance(self) -> None:
         """Give the record's room back to the writer."""

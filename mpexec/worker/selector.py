@@ -51,12 +51,14 @@ class RingSelector(selectors.EpollSelector):
         self.loop_has_work = False
         spinner = self._spinner
         timer = None if timeout is None else time.monotonic() + timeout
+        found = has_news()
         for _ in range(_LOOK_AROUND):
-            if not has_news() and not (spinner.wants_to_spin() and spinner.spin(has_news)):
+            if not (found or spinner.spin(has_news) or has_news()):
                 return self._sleep(None if timer is None else max(0.0, timer - time.monotonic()))
             self._serve()
             if self.loop_has_work or (timer is not None and time.monotonic() >= timer):
                 break
+            found = False
         return super().select(0)
 
     def _sleep(self, timeout: float | None) -> Events:

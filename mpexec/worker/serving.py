@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import pickle
 import time
 from collections import deque
 from typing import Any
@@ -12,14 +11,27 @@ from typing import Any
 from mpexec.errors import SerializationError
 from mpexec.messages import Call, Failure
 from mpexec.transport import linux
-from mpexec.transport.channel import CALL, CANCEL, DONE, EMPTY, FAILED, OUTPUT, Parcel, Receiver, Sender
-from mpexec.transport.frame import PLAIN, PROTOCOL, dumps, encode
-from mpexec.transport.ring import DRIVER_PARKED, PROGRESS_CALL, PROGRESS_DONE, PROGRESS_SINCE, WANT_SPACE, Record
+from mpexec.transport.channel import (
+    CALL,
+    CANCEL,
+    DONE,
+    EMPTY,
+    FAILED,
+    OUTPUT,
+    PLAIN_CALL,
+    PLAIN_DONE,
+    Parcel,
+    Receiver,
+    Sender,
+)
+from mpexec.transport.frame import PLAIN, dump_plain, dumps, encode, load_plain
+from mpexec.transport.ring import DRIVER_PARKED, PROGRESS_CALL, PROGRESS_SINCE, WANT_SPACE, Record
 from mpexec.worker.base_worker import BaseWorker
 from mpexec.worker.dispatch import Dispatcher
 
 logger = logging.getLogger(__name__)
 
+_make_call: Any = tuple.__new__  # a named tuple's own `__new__` is a Python function, and takes twice as long
 _TURN_NS = 200_000  # calls are read for at most this long before the loop's tasks get a turn
 
 
@@ -43,11 +55,11 @@ class RankServer:
         self._replies = replies
         self._bells = driver_bells
         self._reply_ring = replies.ring
+        self._inline = replies.inline
         self._progress = replies.ring.words
         self._driver_words = calls.ring.words
         self._unsent: deque[tuple[int, int, Parcel]] = deque()
         self._dispatcher: Dispatcher | None = None
-        self._done_count = 0
         self._trimmer: asyncio.TimerHandle | None = None
         self.worker: BaseWorker | None = None
         self.drop_until = 0
@@ -83,15 +95,20 @@ class RankServer:
         if self._unsent and not self._flush():
             return
         ring = self._call_ring
+        progress = self._progress
         end = 0
         while not self._unsent and (record := ring.read()) is not None:
             call = self._open(record)
-            record.payload.release()
             ring.advance()
             if ring.busy and ring.writer_wants_space():
                 self._ring_driver()
-            if call is not None and self._run(call):
-                return
+            if call is not None:
+                progress[PROGRESS_SINCE] = time.monotonic_ns()
+                progress[PROGRESS_CALL] = call[0]
+                started = self._run_call(call)
+                progress[PROGRESS_CALL] = 0
+                if started:  # its first step comes before the next call, so that calls start in order
+                    return
             if self._driver_words[0] == ring.tail:
                 return
             now = time.monotonic_ns()
@@ -101,54 +118,49 @@ class RankServer:
 
     def _open(self, record: Record) -> Call | None:
         """The call of a record if this rank is to run it; a call that cannot be rebuilt is answered here."""
+        call_id = record.call_id
+        if record.kind == PLAIN_CALL and call_id > self.drop_until:
+            return _make_call(Call, (call_id, *load_plain(record.payload)))  # type: ignore[no-any-return]
         if record.ranks is not None and self._rank not in record.ranks:
             return None
-        if record.kind != CALL:
-            if record.kind == CANCEL and self._dispatcher is not None:
-                self._dispatcher.cancel(record.call_id)
+        if record.kind == CANCEL and self._dispatcher is not None:
+            self._dispatcher.cancel(call_id)
+        if record.kind not in (CALL, PLAIN_CALL):
             return None
-        if record.call_id <= self.drop_until:  # not run, but answered: whoever still counts on this rank hears of it
+        if call_id <= self.drop_until:  # not run, but answered: whoever still counts on this rank hears of it
             self._calls.forget(record)
-            self._send(DONE, record.call_id, EMPTY)
+            self._send(DONE, call_id, EMPTY)
             return None
         try:
-            content = self._calls.open(record) if record.buffers else pickle.loads(record.payload)
-            return Call(record.call_id, *content)
+            return Call(call_id, *self._calls.open(record))
         except Exception as error:  # unpickling runs user code, and a class may be missing here
-            self._fail(record.call_id, "unpickling the arguments", error)
+            self._fail(call_id, "unpickling the arguments", error)
             return None
-
-    def _run(self, call: Call) -> bool:
-        """True if it was a coroutine: its first step comes before the next call, so that calls start in order."""
-        progress = self._progress
-        progress[PROGRESS_SINCE] = time.monotonic_ns()
-        progress[PROGRESS_CALL] = call.call_id
-        started = self._run_call(call)
-        self._done_count += 1
-        progress[PROGRESS_DONE] = self._done_count
-        progress[PROGRESS_CALL] = 0
-        return started
 
     def _report(self, call: Call, value: Any, error: BaseException | None) -> None:
         if error is not None:
             self._fail(call.call_id, call.name, error)
-        elif value is None or (call.reply_ranks is not None and self._rank not in call.reply_ranks):
-            self._send(DONE, call.call_id, EMPTY)
-        elif type(value) in PLAIN and len(payload := pickle.dumps(value, PROTOCOL)) <= self._replies.inline:
-            # The short way for the most frequent replies; only this thread writes here, so no lock is needed.
-            if self._unsent or not self._reply_ring.try_write(DONE, call.call_id, payload):
-                self._unsent.append((DONE, call.call_id, Parcel(payload, (), 0)))
-            self._ring_driver()
+            return
+        call_id, _, _, _, reply_ranks = call
+        if reply_ranks is not None and self._rank not in reply_ranks:
+            value = None
+        if type(value) not in PLAIN or len(payload := dump_plain(value)) > self._inline:
+            self._send_value(call, value)
+        elif self._unsent or not self._reply_ring.try_write(PLAIN_DONE, call_id, payload):
+            self._send(PLAIN_DONE, call_id, Parcel(payload, (), 0))
         else:
-            what = f"the value that rank {self._rank} returned from {call.name!r}"
-            try:
-                parcel = self._replies.pack(encode(value, what), (0,))
-            except Exception as failed:  # whatever it is, the call is answered
-                if isinstance(failed, SerializationError):
-                    failed.rank = self._rank
-                self._fail(call.call_id, call.name, failed)
-            else:
-                self._send(DONE, call.call_id, parcel)
+            self._ring_driver()
+
+    def _send_value(self, call: Call, value: Any) -> None:
+        what = f"the value that rank {self._rank} returned from {call.name!r}"
+        try:
+            parcel = self._replies.pack(encode(value, what), (0,))
+        except Exception as failed:  # whatever it is, the call is answered
+            if isinstance(failed, SerializationError):
+                failed.rank = self._rank
+            self._fail(call.call_id, call.name, failed)
+        else:
+            self._send(DONE, call.call_id, parcel)
 
     def _fail(self, call_id: int, method: str, error: BaseException) -> None:
         failure = Failure.of(error, call_id=call_id, rank=self._rank, method=method, dumps=dumps)
@@ -214,5 +226,5 @@ class RankServer:
         await self._dispatcher.cancel_all()
 
     def progress(self) -> dict[str, Any]:
-        """What this rank is at, for a ping: the call it is in (0: none) and how many it has finished."""
-        return {"call_id": self._progress[PROGRESS_CALL], "done": self._done_count}
+        """What this rank is at, for a ping: the call it is in (0: none)."""
+        return {"call_id": self._progress[PROGRESS_CALL]}

@@ -126,11 +126,11 @@ def nothing_was_sent(executor: Executor) -> bool:
 @pytest.mark.parametrize("name", ["no_such_method", "_private", "__init__", "not_a_method", ""])
 def test_a_name_that_no_rank_has_is_refused_in_the_caller(executor: Executor, name: str) -> None:
     settle(executor)
-    done = [row.get("calls_done") for row in executor.describe()["ranks"]]
+    replies = [row.get("replies") for row in executor.describe()["ranks"]]
     for call in (executor.collective_rpc, executor.submit_rpc, executor.notify):
         with pytest.raises(AttributeError, match=f"{name!r}"):
             call(name)
-    assert [row.get("calls_done") for row in executor.describe()["ranks"]] == done
+    assert [row.get("replies") for row in executor.describe()["ranks"]] == replies
     assert nothing_was_sent(executor)
 
 

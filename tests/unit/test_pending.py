@@ -90,7 +90,7 @@ def test_a_rank_that_is_missing_when_the_grace_is_over_counts_as_stuck(clock: Cl
     assert not pending.settle(clock.now + SECOND - 1)
     assert pending.settle(clock.now + SECOND)
     assert pending.stuck
-    assert pending.missing == {0, 2}
+    assert pending.missing == (0, 2)
     assert isinstance(pending.error, ValueError)
 
 
