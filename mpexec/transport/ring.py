@@ -214,6 +214,11 @@ class RingReader(_Side):
         self._half = self.capacity >> 1
         self.busy = False
 
+    def release(self) -> None:
+        """As `_Side.release`; the last record's payload is a view too."""
+        self._plain.payload = self._tabled.payload = memoryview(b"")
+        super().release()
+
     @property
     def records(self) -> int:
         """How many records have been read and given back."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 from mpexec.config import WorkerSpec
 from mpexec.errors import ConfigError
+from mpexec.worker.gloo import patient_devices
 
 
 def choose_device(spec: WorkerSpec, local_rank: int) -> str:
@@ -51,25 +54,36 @@ def join_process_group(spec: WorkerSpec, rank: int, device: str, store_fd: int) 
     store = dist.FileStore(  # type: ignore[attr-defined]  # missing from the stubs only
         f"/proc/self/fd/{store_fd}", spec.world_size
     )
-    dist.init_process_group(
-        backend="gloo" if device == "cpu" else "nccl",
-        store=store,
-        rank=rank,
-        world_size=spec.world_size,
-        timeout=timedelta(seconds=spec.collective_timeout),
-    )
+    with patient_devices() if device == "cpu" else contextlib.nullcontext():
+        dist.init_process_group(
+            backend="gloo" if device == "cpu" else "nccl",
+            store=store,
+            rank=rank,
+            world_size=spec.world_size,
+            timeout=timedelta(seconds=spec.collective_timeout),
+        )
 
 
 def leave_process_group() -> None:
-    """Take the process group down after a clean stop. Never called on a failure path, where peers may be gone."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    """Take NCCL's communicators down after a clean stop. Never called on a failure path, where peers may be gone.
+
+    A gloo group ends with its process, which ends next: taking it down waits for its thread, once for each peer.
+    """
+    dist = _nccl()
+    if dist is not None:
         dist.destroy_process_group()
 
 
 def abort_process_groups() -> None:
     """End collectives that this rank sits in, where the backend can: NCCL. gloo stays in them."""
+    dist = _nccl()
+    if dist is not None:
+        dist.distributed_c10d._abort_process_group()
+
+
+def _nccl() -> Any:
+    """`torch.distributed` if its default group is one of NCCL, else None."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_backend() != "nccl":
-        return
-    dist.distributed_c10d._abort_process_group()
+        return None
+    return dist
