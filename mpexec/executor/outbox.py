@@ -13,7 +13,7 @@ from typing import Any
 from mpexec.executor.link import Link
 from mpexec.executor.pending import CallTable, PendingCall
 from mpexec.transport.channel import CALL, CANCEL, PLAIN_CALL, Parcel
-from mpexec.transport.frame import dump_plain, encode, is_plain
+from mpexec.transport.frame import PLAIN_VERSION, dump_plain, encode, is_plain
 from mpexec.transport.linux import fence, ring_eventfd
 from mpexec.transport.ring import WANT_SPACE, Buffer
 
@@ -47,7 +47,7 @@ class Outbox:
         method, args, kwargs, _ = content
         if type(method) is not str or not is_plain(args) or (kwargs and not is_plain(tuple(kwargs.values()))):
             return None
-        payload = dump_plain(content)
+        payload = dump_plain(content, PLAIN_VERSION)
         return payload if len(payload) <= self._sender.inline else None
 
     def pack(

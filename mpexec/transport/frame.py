@@ -41,11 +41,8 @@ class Frame:
         self.private = private
 
 
-def dump_plain(value: Any) -> bytes:
-    """Bytes of an object of plain values, tuples and dicts; the version without back references is the fastest."""
-    return marshal.dumps(value, 2)
-
-
+PLAIN_VERSION = 2  # of marshal: without back references it is the fastest
+dump_plain = marshal.dumps  # for plain values, and tuples and dicts of them
 load_plain = marshal.loads
 
 

@@ -24,7 +24,7 @@ from mpexec.transport.channel import (
     Receiver,
     Sender,
 )
-from mpexec.transport.frame import PLAIN, dump_plain, dumps, encode, load_plain
+from mpexec.transport.frame import PLAIN, PLAIN_VERSION, dump_plain, dumps, encode, load_plain
 from mpexec.transport.ring import DRIVER_PARKED, PROGRESS_CALL, PROGRESS_SINCE, WANT_SPACE, Record
 from mpexec.worker.base_worker import BaseWorker
 from mpexec.worker.dispatch import Dispatcher
@@ -98,7 +98,10 @@ class RankServer:
         progress = self._progress
         end = 0
         while not self._unsent and (record := ring.read()) is not None:
-            call = self._open(record)
+            if record.kind == PLAIN_CALL and record.call_id > self.drop_until:
+                call = _make_call(Call, (record.call_id, *load_plain(record.payload)))
+            else:
+                call = self._open(record)
             ring.advance()
             if ring.busy and ring.writer_wants_space():
                 self._ring_driver()
@@ -119,8 +122,6 @@ class RankServer:
     def _open(self, record: Record) -> Call | None:
         """The call of a record if this rank is to run it; a call that cannot be rebuilt is answered here."""
         call_id = record.call_id
-        if record.kind == PLAIN_CALL and call_id > self.drop_until:
-            return _make_call(Call, (call_id, *load_plain(record.payload)))  # type: ignore[no-any-return]
         if record.ranks is not None and self._rank not in record.ranks:
             return None
         if record.kind == CANCEL and self._dispatcher is not None:
@@ -144,7 +145,7 @@ class RankServer:
         call_id, _, _, _, reply_ranks = call
         if reply_ranks is not None and self._rank not in reply_ranks:
             value = None
-        if type(value) not in PLAIN or len(payload := dump_plain(value)) > self._inline:
+        if type(value) not in PLAIN or len(payload := dump_plain(value, PLAIN_VERSION)) > self._inline:
             self._send_value(call, value)
         elif self._unsent or not self._reply_ring.try_write(PLAIN_DONE, call_id, payload):
             self._send(PLAIN_DONE, call_id, Parcel(payload, (), 0))
