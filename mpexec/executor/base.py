@@ -318,6 +318,7 @@ class Executor:
             pending.waited = 1
             waits.append(pending)
         pending.closer = self._closer
+        pending.forget = self._calls.close
         self._post(pending, method, args, kwargs, None if reply_ranks is None else wanted, args_per_rank)
         return pending
 
@@ -342,8 +343,7 @@ class Executor:
         raise NotImplementedError
 
     def _closed_call(self, pending: PendingCall) -> None:
-        """A call is over."""
-        raise NotImplementedError
+        """A call is over; nobody has been told yet."""
 
     def _wait(self, pending: PendingCall) -> None:
         """Block this thread until the call is over."""
@@ -383,6 +383,7 @@ class Executor:
         pending = PendingCall(0, "wait_tasks", self._all_ranks, (), NEVER, self._grace)
         pending.reports = False
         pending.closer = self._background_over
+        pending.forget = self._calls.close
         return pending
 
     def _background_over(self, background: PendingCall) -> None:

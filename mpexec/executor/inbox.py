@@ -273,7 +273,7 @@ class Inbox:
 
     def _look(self, pending: PendingCall) -> bool:
         """Drain if every rank that is missing has sent something, or others wait too; true if the call is over."""
-        if not (self._followers or self._events):
+        if not (self._followers or self._events or pending.failed):
             rings, values = self._rings, pending.values
             for rank in pending.ranks:
                 if rank not in values:

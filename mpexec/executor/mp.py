@@ -302,7 +302,6 @@ class MPExecutor(Executor):
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _closed_call(self, pending: PendingCall) -> None:
-        self._calls.by_id.pop(pending.call_id, None)  # its later replies are late
         if pending.stuck and pending.error is not None:
             with contextlib.suppress(Exception):  # a user's class may refuse notes
                 pending.error.add_note(f"the other ranks did not answer; {self._states_text()}")
@@ -345,7 +344,6 @@ class MPExecutor(Executor):
         self._tell_to_stop(self._outbox.last_id())
 
     def _background_over(self, background: PendingCall) -> None:
-        self._calls.close(background)
         error = background.error
         if error is None:
             return

@@ -13,7 +13,7 @@ from typing import Any
 from mpexec.executor.link import Link
 from mpexec.executor.pending import CallTable, PendingCall
 from mpexec.transport.channel import CALL, CANCEL, PLAIN_CALL, Parcel
-from mpexec.transport.frame import PLAIN_VERSION, dump_plain, encode, is_plain
+from mpexec.transport.frame import dump_plain, encode, is_plain
 from mpexec.transport.linux import fence, ring_eventfd
 from mpexec.transport.ring import WANT_SPACE, Buffer
 
@@ -44,11 +44,12 @@ class Outbox:
 
     def pack_plain(self, content: tuple[Any, ...]) -> bytes | None:
         """The bytes of a call whose arguments are numbers, strings and the like; None for every other call."""
-        method, args, kwargs, _ = content
-        if type(method) is not str or not is_plain(args) or (kwargs and not is_plain(tuple(kwargs.values()))):
+        method, args, kwargs, reply_ranks = content
+        if type(method) is not str or not is_plain(args):
             return None
-        payload = dump_plain(content, PLAIN_VERSION)
-        return payload if len(payload) <= self._sender.inline else None
+        if (kwargs and not is_plain((*kwargs, *kwargs.values()))) or (reply_ranks and not is_plain(reply_ranks)):
+            return None
+        return dump_plain(content, self._sender.inline)
 
     def pack(
         self,

@@ -50,7 +50,9 @@ class PendingCall:
         reports: Waiting for it long without a timeout is worth a log line.
         timed_out: The deadline has passed; answers that come while stacks are collected change nothing any more.
         bare: The caller named one reply rank as an integer and gets its value without a list.
-        closer: Called once, as the first thing when the call is over, in the thread that drains.
+        closer: Called as the first thing when the call is over, in the thread that drains.
+        forget: Called after everybody but its waiter has been told: takes the call out of the table. A Ctrl-C before
+            that leaves it there, so that it is ended once more.
         on_failure: Called once, when the first rank has failed.
     """
 
@@ -64,6 +66,7 @@ class PendingCall:
     waited = 0
     gate: threading.Lock | None = None
     closer: Callable[[PendingCall], None] | None = None
+    forget: Callable[[PendingCall], None] | None = None
     on_failure: Callable[[PendingCall], None] | None = None
     _failures: tuple[_Ending, ...] = ()
     _first_failure_ns = 0
@@ -197,6 +200,8 @@ class PendingCall:
                 except IndexError:  # `on_done`, in another thread, took its callback back
                     break
                 callback(self)
+            if self.forget is not None:
+                self.forget(self)
         finally:  # whatever happens above, a Ctrl-C included, nobody is left waiting
             if self.gate is not None:
                 open_gate(self.gate)

@@ -261,9 +261,6 @@ class UniExecutor(Executor):
 
     # -- failures ------------------------------------------------------------------------------------------------
 
-    def _closed_call(self, pending: PendingCall) -> None:
-        self._calls.close(pending)
-
     def _break(self, root: RPCTimeoutError, guilty: PendingCall) -> None:
         with self._lock:
             if self._state in (State.BROKEN, State.RELEASED):
@@ -280,7 +277,6 @@ class UniExecutor(Executor):
             self._fail_background(error)
 
     def _background_over(self, background: PendingCall) -> None:
-        self._calls.close(background)
         error = background.error
         if error is None or self._state is not State.RUNNING:
             return

@@ -20,7 +20,7 @@ from mpexec.messages import unpicklable
 
 OUT_OF_BAND = 65536  # bytes from which a buffer leaves the pickle stream
 
-PLAIN = frozenset({int, str, float, bool, type(None)})
+PLAIN = frozenset({int, str, float, bool, type(None)})  # exactly these, no subclasses: marshal knows no others
 PROTOCOL = 5
 
 
@@ -41,9 +41,16 @@ class Frame:
         self.private = private
 
 
-PLAIN_VERSION = 2  # of marshal: without back references it is the fastest
-dump_plain = marshal.dumps  # for plain values, and tuples and dicts of them
 load_plain = marshal.loads
+
+
+def dump_plain(value: Any, limit: int) -> bytes | None:
+    """The bytes of a plain value, or of a tuple or dict of such; None where they are more than `limit`."""
+    try:
+        payload = marshal.dumps(value, 2)  # the version without back references is the fastest
+    except ValueError:  # a text of two gigabytes; pickle has no limit
+        return None
+    return payload if len(payload) <= limit else None
 
 
 def is_plain(values: Sequence[Any]) -> bool:

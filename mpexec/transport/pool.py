@@ -276,7 +276,9 @@ class PoolReader:
         return memory
 
     def forget(self, buffer: Buffer) -> None:
-        """Give a slot back unread."""
+        """Give a slot back unread; one that has been read goes back when its views have died."""
+        if (buffer.slot, buffer.mark) in self._exporters:
+            return
         self._words[buffer.slot * self._n_readers + self._reader] = buffer.mark
 
     def close(self) -> None:

@@ -112,7 +112,6 @@ class RingWriter(_Side):
         # any two steps of a write leaves either no record or a whole one.
         self._at = (0, 0)
         self._free_until = self.capacity
-        self._limit = self.capacity  # up to here a record may be written without a further look: free, and in this lap
         self.largest = self.capacity // 4
 
     def drop_reader(self, reader: int) -> None:
@@ -160,13 +159,13 @@ class RingWriter(_Side):
         head, sequence = self._at
         if head != self.words[_HEAD]:
             head, sequence = self._at = (self.words[_HEAD], sequence + 1)
-        if head + total > self._limit or total > self.largest:
+        at = head % self.capacity
+        if head + total > self._free_until or at + total > self.capacity or total > self.largest:
             place = self._find_place(head, sequence, total)
             if place is None:
                 return False
-            head = place
+            head, at = place, place % self.capacity
         data = self._data
-        at = head % self.capacity
         _PACK_HEADER(data, at, self._stamp, sequence, call_id, kind, length)
         at += _HEADER_BYTES
         data[at : at + length] = payload
@@ -177,7 +176,7 @@ class RingWriter(_Side):
         return True
 
     def _find_place(self, head: int, sequence: int, total: int) -> int | None:
-        """Where a record of `total` bytes may go that does not fit below the limit; None where there is no room now."""
+        """Where a record of `total` bytes may go that seems not to fit at the head; None where there is no room now."""
         if total > self.largest:
             raise TransportError(f"a record of {total} bytes does not fit a ring of {self.capacity}: send it in a slot")
         self._refresh()
@@ -187,7 +186,6 @@ class RingWriter(_Side):
             return None
         if place != head:
             _PACK_HEADER(self._data, at, self._stamp, sequence, 0, _PAD, 0)
-        self._limit = min(self._free_until, (place // self.capacity + 1) * self.capacity)
         return place
 
 
@@ -246,19 +244,22 @@ class RingReader(_Side):
             return None
         if _NEEDS_FENCE:
             linux.fence()
+        # Measured before a pad is skipped, as the writer measures: it must be woken once it sees room.
+        self.busy = head - tail > self._half
         data = self._data
         at = tail % self.capacity
         stamp, sequence, call_id, kind, length = _UNPACK_HEADER(data, at)
-        if stamp != self._stamp or sequence != self._sequence:
-            raise self._foreign(stamp, sequence)
         if kind == _PAD:
-            self.tail = tail + self.capacity - at
-            return self.read()
+            self._check(stamp, sequence)
+            tail += self.capacity - at
+            at = 0
+            stamp, sequence, call_id, kind, length = _UNPACK_HEADER(data, 0)
+        if stamp != self._stamp or sequence != self._sequence:
+            self._check(stamp, sequence)
         start = at + _HEADER_BYTES
         self._next = end = tail + _HEADER_BYTES + (length + _ROUND & ~_ROUND)
         if end > head:
             raise TransportError(f"record {sequence} ends at {end}, beyond the ring's head at {head}")
-        self.busy = head - tail > self._half
         if kind & _TABLED:
             record = self._tabled
             kind &= ~_TABLED
@@ -270,11 +271,12 @@ class RingReader(_Side):
         record.payload = data[start : start + length]
         return record
 
-    def _foreign(self, stamp: int, sequence: int) -> TransportError:
+    def _check(self, stamp: int, sequence: int) -> None:
         found, expected = (stamp & 0xFFFFFFFF, stamp >> 32, sequence), (MAGIC, self._stamp >> 32, self._sequence)
-        return TransportError(
-            f"foreign or torn record: magic, generation and sequence are {found}, expected {expected}"
-        )
+        if found != expected:
+            raise TransportError(
+                f"foreign or torn record: magic, generation and sequence are {found}, expected {expected}"
+            )
 
     def _read_tables(self, record: Record, at: int, length: int) -> tuple[int, int]:
         """Fill in ranks, buffers and flags; gives start and length of the payload behind them."""

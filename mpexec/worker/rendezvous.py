@@ -67,23 +67,22 @@ def join_process_group(spec: WorkerSpec, rank: int, device: str, store_fd: int) 
 def leave_process_group() -> None:
     """Take NCCL's communicators down after a clean stop. Never called on a failure path, where peers may be gone.
 
-    A gloo group ends with its process, which ends next: taking it down waits for its thread, once for each peer.
+    Where there is no CUDA, all groups are of gloo or the like and end with this process, which ends next: taking a
+    gloo group down waits for its thread, once for each peer.
     """
-    dist = _nccl()
-    if dist is not None:
+    dist = _distributed()
+    if dist is not None and (dist.get_backend() != "gloo" or sys.modules["torch"].cuda.is_initialized()):
         dist.destroy_process_group()
 
 
 def abort_process_groups() -> None:
     """End collectives that this rank sits in, where the backend can: NCCL. gloo stays in them."""
-    dist = _nccl()
-    if dist is not None:
+    dist = _distributed()
+    if dist is not None and dist.get_backend() == "nccl":
         dist.distributed_c10d._abort_process_group()
 
 
-def _nccl() -> Any:
-    """`torch.distributed` if its default group is one of NCCL, else None."""
+def _distributed() -> Any:
+    """`torch.distributed` if it has been imported and has a default group, else None."""
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_backend() != "nccl":
-        return None
-    return dist
+    return dist if dist is not None and dist.is_available() and dist.is_initialized() else None

@@ -24,7 +24,7 @@ from mpexec.transport.channel import (
     Receiver,
     Sender,
 )
-from mpexec.transport.frame import PLAIN, PLAIN_VERSION, dump_plain, dumps, encode, load_plain
+from mpexec.transport.frame import PLAIN, dump_plain, dumps, encode, load_plain
 from mpexec.transport.ring import DRIVER_PARKED, PROGRESS_CALL, PROGRESS_SINCE, WANT_SPACE, Record
 from mpexec.worker.base_worker import BaseWorker
 from mpexec.worker.dispatch import Dispatcher
@@ -128,7 +128,8 @@ class RankServer:
             self._dispatcher.cancel(call_id)
         if record.kind not in (CALL, PLAIN_CALL):
             return None
-        if call_id <= self.drop_until:  # not run, but answered: whoever still counts on this rank hears of it
+        # A call that is dropped is not run, but answered: whoever still counts on this rank hears of it.
+        if record.kind == PLAIN_CALL or call_id <= self.drop_until:
             self._calls.forget(record)
             self._send(DONE, call_id, EMPTY)
             return None
@@ -145,7 +146,8 @@ class RankServer:
         call_id, _, _, _, reply_ranks = call
         if reply_ranks is not None and self._rank not in reply_ranks:
             value = None
-        if type(value) not in PLAIN or len(payload := dump_plain(value, PLAIN_VERSION)) > self._inline:
+        payload = dump_plain(value, self._inline) if type(value) in PLAIN else None
+        if payload is None:
             self._send_value(call, value)
         elif self._unsent or not self._reply_ring.try_write(PLAIN_DONE, call_id, payload):
             self._send(PLAIN_DONE, call_id, Parcel(payload, (), 0))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import enum
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from contract.agents import Agent, MyError, Worker, add_to_rank, whoami
@@ -59,6 +61,32 @@ def test_an_integer_reply_rank_gives_the_bare_value(executor: Executor) -> None:
 def test_no_reply_ranks_gives_no_values_though_all_ranks_have_run_the_call(executor: Executor) -> None:
     assert executor.collective_rpc("note", (5,), reply_ranks=()) == []
     assert executor.collective_rpc("take_log") == values(executor, lambda _: [5])
+
+
+class Name(enum.StrEnum):
+    """Names that are texts of another class."""
+
+    THREE = "three"
+
+
+class Role(enum.IntEnum):
+    """Ranks that are integers of another class."""
+
+    HEAD = 0
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 0, -1, 1 << 4000, 1.5, float("inf"), "", "\ud800", "x" * 3_000_000, Role.HEAD, Name.THREE]
+)
+def test_plain_values_and_their_subclasses_arrive_as_they_are(executor: Executor, value: Any) -> None:
+    for got in executor.collective_rpc("echo", (value,)):
+        assert (got, type(got)) == (value, type(value))
+
+
+@pytest.mark.parametrize("name", [Name.THREE, np.str_("three")])
+def test_keyword_names_may_be_of_any_class_of_text(executor: Executor, name: Any) -> None:
+    got = executor.collective_rpc("rank_and", (1,), {name: 3}, reply_ranks=Role.HEAD)
+    assert got == (0, (1,), {"three": 3})
 
 
 # F019

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpexec.errors import SerializationError
-from mpexec.transport.frame import OUT_OF_BAND, Frame, decode, dumps, encode, is_plain
+from mpexec.transport.frame import OUT_OF_BAND, Frame, decode, dump_plain, dumps, encode, is_plain, load_plain
 
 BIG = OUT_OF_BAND
 
@@ -195,6 +195,30 @@ def test_an_endless_structure_is_an_error_and_not_a_crash() -> None:
         deep = [deep]
     with pytest.raises(SerializationError):
         encode(deep, "a value")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, 1 << 5000, True, False, None, 0.1, float("inf"), -0.0, "", "a\0b", "\ud800", ("m", (1,), {"k": 2}, None)],
+)
+def test_plain_values_are_the_same_on_the_other_side(value: Any) -> None:
+    payload = dump_plain(value, 10_000)
+    assert payload is not None
+    got = load_plain(memoryview(payload))
+    assert (got, type(got), repr(got)) == (value, type(value), repr(value))
+
+
+def test_what_is_too_long_or_refused_by_marshal_is_no_plain_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = dump_plain("x" * 100, 1000)
+    assert payload is not None
+    assert dump_plain("x" * 100, len(payload)) == payload
+    assert dump_plain("x" * 100, len(payload) - 1) is None
+
+    def refuse(*_: Any) -> bytes:
+        raise ValueError("unmarshallable object")  # as for a text of two gigabytes
+
+    monkeypatch.setattr("marshal.dumps", refuse)
+    assert dump_plain("x", 1000) is None
 
 
 def test_a_frame_without_buffers_is_a_pickle() -> None:

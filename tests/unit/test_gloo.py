@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mpexec import Executor, ModelAgent, WorkerSpec, build_executor
 from mpexec.transport.linux import timer_slack
+from mpexec.worker.gloo import _patient_options, patient_devices
 
 
 def wakes_of_other_threads() -> int:
@@ -85,3 +88,41 @@ def test_slack_is_given_back_also_after_an_error() -> None:
         assert Path("/proc/self/timerslack_ns").read_text() == "5000000\n"
         raise KeyError
     assert Path("/proc/self/timerslack_ns").read_text() == before
+
+
+@pytest.mark.parametrize("interface", ["", "l", "lo,", "lo,lo"])
+def test_what_torch_reads_otherwise_is_left_to_torch(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import ProcessGroupGloo
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    assert _patient_options(ProcessGroupGloo, timeout=timedelta(seconds=9)) is None
+
+
+def test_one_interface_gets_one_patient_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import ProcessGroupGloo
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    options = _patient_options(ProcessGroupGloo, timeout=timedelta(seconds=9))
+    assert len(options._devices) == 1
+    assert options._timeout == timedelta(seconds=9)
+    assert _patient_options(ProcessGroupGloo, timeout=timedelta(seconds=9), pg_options=None) is None
+
+
+def test_a_torch_of_another_shape_makes_its_groups_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed.distributed_c10d as c10d
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made: list[Any] = []
+
+    class OtherGloo:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            made.append((args, options))
+
+    monkeypatch.setattr(c10d, "ProcessGroupGloo", OtherGloo)
+    with patient_devices():
+        c10d.ProcessGroupGloo("store", 0, 2, timeout=timedelta(seconds=9))
+    assert made == [(("store", 0, 2), {"timeout": timedelta(seconds=9)})]
+    assert c10d.ProcessGroupGloo is OtherGloo
+    monkeypatch.delattr(c10d, "ProcessGroupGloo")
+    with patient_devices():
+        assert not hasattr(c10d, "ProcessGroupGloo")

@@ -221,6 +221,28 @@ def test_everybody_is_told_once(clock: Clock) -> None:
     assert told[3:] == ["late"]
 
 
+def test_a_call_whose_end_was_interrupted_stays_known_and_everybody_is_told_the_next_time(clock: Clock) -> None:
+    """Ctrl-C may hit the thread that drains for others; the record that ended the call is then read once more."""
+    table, pending = CallTable(), call(1)
+    enter(table, pending)
+    pending.forget = table.close
+    told: list[str] = []
+
+    def interrupted(_: PendingCall) -> None:
+        if not told:
+            told.append("interrupted")
+            raise KeyboardInterrupt
+
+    pending.closer = interrupted
+    pending.on_done(lambda _: told.append("callback"))
+    with pytest.raises(KeyboardInterrupt):
+        pending.accept(0, 5)
+    assert table.get(pending.call_id) is pending
+    pending.accept(0, 5)
+    assert told == ["interrupted", "callback"]
+    assert len(table) == 0
+
+
 def test_a_watcher_that_left_is_not_told(clock: Clock) -> None:
     pending = call(1)
     told: list[int] = []

@@ -99,6 +99,18 @@ def test_a_slot_that_was_never_sent_can_be_taken_back(make_pool: Make) -> None:
     assert writer.store(data(64 * KIB), (0,), private=False).slot == buffer.slot
 
 
+def test_forgetting_a_slot_that_is_viewed_does_not_give_it_back_early(make_pool: Make) -> None:
+    """A record that a Ctrl-C has had read twice is forgotten the second time, while the first reader has its view."""
+    writer, (reader,) = make_pool()
+    first = writer.store(data(70 * KIB), (0,), private=False)
+    view = reader.view(first)
+    reader.forget(first)
+    assert writer.store(data(70 * KIB, 2), (0,), private=False).slot != first.slot
+    assert view[:2] == b"\1\1"
+    del view
+    assert writer.store(data(70 * KIB, 3), (0,), private=False).slot == first.slot
+
+
 def test_slots_fit_again_by_size_class(make_pool: Make) -> None:
     writer, (reader,) = make_pool()
     reader.forget(writer.store(data(70 * KIB), (0,), private=False))

@@ -226,34 +226,59 @@ def test_a_reader_that_missed_a_record_does_not_continue(make_ring: Make) -> Non
         reader.read()
 
 
-@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize("rest", [0, 32, 64, 96])  # bytes left in the lap: 0 is a ring that has just begun
+@pytest.mark.parametrize("step", range(24))
 def test_a_write_that_was_interrupted_leaves_no_record_or_a_whole_one(
-    make_ring: Make, step: int, monkeypatch: pytest.MonkeyPatch
+    make_ring: Make, step: int, rest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interrupt after the n-th line of a write; the next write goes on as if nothing had been."""
     ring = make_ring()
-    assert ring.writer.try_write(1, 1, b"before")
+    while rest and ring.writer._at[0] < CAPACITY - rest:
+        length = min(640, CAPACITY - rest - ring.writer._at[0])
+        assert ring.writer.try_write(1, 0, bytes(length - 32))
+        ring.take()
+    assert rest == 0 or ring.writer._at[0] == CAPACITY - rest
     lines = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines
-        if frame.f_code is RingWriter.try_write.__code__ and event == "line":
+        if frame.f_code in (RingWriter.try_write.__code__, RingWriter._find_place.__code__) and event == "line":
             lines += 1
-            if lines == 8 + step:
+            if lines == 2 + step:
                 raise KeyboardInterrupt
         return trace
 
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        ring.writer.try_write(1, 2, b"interrupted")
+        ring.writer.try_write(1, 2, b"interrupted" * 10)
     except KeyboardInterrupt:
         pass
     finally:
         sys.settrace(previous)
     assert ring.writer.try_write(1, 3, b"after")
+    assert ring.writer.try_write(1, 4, b"later" * 20)
     got = [record[2] for record in iter(ring.take, None)]
-    assert got in ([b"before", b"after"], [b"before", b"interrupted", b"after"])
+    assert got[-2:] == [b"after", b"later" * 20]
+    assert got[:-2] in ([], [b"interrupted" * 10])
+
+
+def test_a_writer_that_waits_for_half_a_ring_is_woken_by_the_record_behind_a_pad(make_ring: Make) -> None:
+    """The writer counts the pad as unread. So must the reader, or nobody rings once there is room."""
+    ring = make_ring(capacity=65536)
+    writer, reader = ring.writer, ring.readers[0]
+    quarter = 16384
+    for size in (quarter, quarter, 9824):
+        writer.try_write(1, 0, bytes(size - 32))
+        ring.take()
+    for size in (quarter, quarter, 12288):  # the second does not fit the lap: a pad goes before it
+        assert writer.try_write(1, 0, bytes(size - 32))
+    assert not writer.try_write(1, 0, bytes(quarter - 32))
+    ring.segment.words[WANT_SPACE] = 1
+    woken = False
+    while not woken:
+        assert ring.take() is not None, "everything is read, and nobody has woken the writer"
+        woken = reader.busy and reader.writer_wants_space() and writer.backlog <= writer.capacity // 2
 
 
 # -- fuzz ------------------------------------------------------------------------------------------------------------
