@@ -228,7 +228,7 @@ class MPExecutor(Executor):
 
     def _on_answer(self, pending: PendingCall, rank: int, receiver: Receiver, record: Record) -> None:
         try:
-            value = receiver.open(record) if record.payload or record.buffers else None
+            value = receiver.open(record)
         except Exception as error:  # unpickling runs user code, and a class may be missing here
             pending.fail(rank, _undecodable(error, rank, pending.method))
             return

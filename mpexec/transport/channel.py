@@ -100,7 +100,7 @@ class Sender:
             bell.close()
 
 
-EMPTY = Parcel(b"", (), 0)
+NOTHING = Parcel(pickle.dumps(None), (), 0)
 
 
 class Receiver:

@@ -19,7 +19,10 @@ from mpexec.transport.segment import PAGE, Segment
 
 MAGIC = 0x5052584D
 _HEADER = Struct("<QQQII")  # magic and generation, sequence, call id, kind, bytes that follow
-_HEADER_BYTES = _HEADER.size  # records are multiples of it, so that a header never lies across the end
+_HEADER_BYTES = _HEADER.size
+_SHORT = Struct("<QQQII96s")  # a header and up to 96 bytes, padded with zeros: most records, in one step
+_SHORT_BYTES = 96
+_UNIT = _SHORT.size  # 128, two cache lines; records are multiples of it, so a short one never lies across the end
 _TABLES = Struct("<IIQ")  # before the payload of a tabled record: numbers of ranks and of buffers, flags
 _BUFFER = Struct("<QQQQ")  # offset, length, slot, mark
 _TABLED = 1 << 31  # in the kind: tables come before the payload
@@ -38,9 +41,9 @@ _PARKED = 1  # after a reader's tail: it sleeps, ring its doorbell
 _NEEDS_FENCE = platform.machine() not in ("x86_64", "AMD64", "i686")
 
 
-_PACK_HEADER = _HEADER.pack_into
-_UNPACK_HEADER = _HEADER.unpack_from
-_ROUND = _HEADER_BYTES - 1
+_PACK_SHORT = _SHORT.pack_into
+_UNPACK_SHORT = _SHORT.unpack_from
+_ROUND = _UNIT - 1
 _NO_BUFFERS: tuple[Buffer, ...] = ()
 
 
@@ -59,12 +62,14 @@ class Buffer:
 
 
 class Record:
-    """One record as a reader finds it; `payload` points into the ring and is valid until `advance`.
+    """One record as a reader finds it. A reader has two of these, with and without tables, and fills them again.
 
-    A reader has two of these, for records with and without tables, and fills them anew for each record.
+    Attributes:
+        payload: Its bytes: if few, with zeros behind them; if many, as a view that is valid until `advance`.
+        length: How many bytes the payload really has. Whoever unpickles need not know: a pickle knows its end.
     """
 
-    __slots__ = ("buffers", "call_id", "flags", "kind", "payload", "ranks")
+    __slots__ = ("buffers", "call_id", "flags", "kind", "length", "payload", "ranks")
 
     def __init__(self) -> None:
         self.kind = 0
@@ -72,7 +77,8 @@ class Record:
         self.call_id = 0
         self.ranks: tuple[int, ...] | None = None
         self.buffers: Sequence[Buffer] = _NO_BUFFERS
-        self.payload = memoryview(b"")
+        self.payload: bytes | memoryview = b""
+        self.length = 0
 
 
 def _header_bytes(readers: int) -> int:
@@ -141,7 +147,7 @@ class RingWriter(_Side):
         self,
         kind: int,
         call_id: int,
-        payload: bytes | bytearray | memoryview = b"",
+        payload: bytes = b"",
         flags: int = 0,
         ranks: tuple[int, ...] = (),
         buffers: tuple[Buffer, ...] = (),
@@ -155,28 +161,30 @@ class RingWriter(_Side):
             payload = _with_tables(payload, flags, ranks, buffers)
             kind |= _TABLED
         length = len(payload)
-        total = _HEADER_BYTES + (length + _ROUND & ~_ROUND)
         head, sequence = self._at
         if head != self.words[_HEAD]:
             head, sequence = self._at = (self.words[_HEAD], sequence + 1)
-        at = head % self.capacity
-        if head + total > self._free_until or at + total > self.capacity or total > self.largest:
+        if length <= _SHORT_BYTES and head + _UNIT <= self._free_until:
+            _PACK_SHORT(self._data, head % self.capacity, self._stamp, sequence, call_id, kind, length, payload)
+            end = head + _UNIT
+        else:
+            total = _HEADER_BYTES + length + _ROUND & ~_ROUND
             place = self._find_place(head, sequence, total)
             if place is None:
                 return False
-            head, at = place, place % self.capacity
-        data = self._data
-        _PACK_HEADER(data, at, self._stamp, sequence, call_id, kind, length)
-        at += _HEADER_BYTES
-        data[at : at + length] = payload
+            at, data = place % self.capacity, self._data
+            _HEADER.pack_into(data, at, self._stamp, sequence, call_id, kind, length)
+            at += _HEADER_BYTES
+            data[at : at + length] = payload
+            end = place + total
         if _NEEDS_FENCE:
             linux.fence()
-        self.words[_HEAD] = head + total
-        self._at = (head + total, sequence + 1)
+        self.words[_HEAD] = end
+        self._at = (end, sequence + 1)
         return True
 
     def _find_place(self, head: int, sequence: int, total: int) -> int | None:
-        """Where a record of `total` bytes may go that seems not to fit at the head; None where there is no room now."""
+        """Where a record of `total` bytes may go, behind a pad if need be; None where there is no room now."""
         if total > self.largest:
             raise TransportError(f"a record of {total} bytes does not fit a ring of {self.capacity}: send it in a slot")
         self._refresh()
@@ -185,14 +193,12 @@ class RingWriter(_Side):
         if place + total > self._free_until:
             return None
         if place != head:
-            _PACK_HEADER(self._data, at, self._stamp, sequence, 0, _PAD, 0)
+            _HEADER.pack_into(self._data, at, self._stamp, sequence, 0, _PAD, 0)
         return place
 
 
-def _with_tables(
-    payload: bytes | bytearray | memoryview, flags: int, ranks: tuple[int, ...], buffers: tuple[Buffer, ...]
-) -> bytes:
-    parts: list[bytes | bytearray | memoryview] = [_TABLES.pack(len(ranks), len(buffers), flags)]
+def _with_tables(payload: bytes, flags: int, ranks: tuple[int, ...], buffers: tuple[Buffer, ...]) -> bytes:
+    parts = [_TABLES.pack(len(ranks), len(buffers), flags)]
     parts += [_BUFFER.pack(b.offset, b.length, b.slot, b.mark << 1 | b.private) for b in buffers]
     parts += [Struct(f"<{len(ranks)}I").pack(*ranks), payload]
     return b"".join(parts)
@@ -214,7 +220,7 @@ class RingReader(_Side):
 
     def release(self) -> None:
         """As `_Side.release`; the last record's payload is a view too."""
-        self._plain.payload = self._tabled.payload = memoryview(b"")
+        self._plain.payload = self._tabled.payload = b""
         super().release()
 
     @property
@@ -246,29 +252,40 @@ class RingReader(_Side):
             linux.fence()
         # Measured before a pad is skipped, as the writer measures: it must be woken once it sees room.
         self.busy = head - tail > self._half
-        data = self._data
-        at = tail % self.capacity
-        stamp, sequence, call_id, kind, length = _UNPACK_HEADER(data, at)
-        if kind == _PAD:
-            self._check(stamp, sequence)
-            tail += self.capacity - at
-            at = 0
-            stamp, sequence, call_id, kind, length = _UNPACK_HEADER(data, 0)
+        stamp, sequence, call_id, kind, length, body = _UNPACK_SHORT(self._data, tail % self.capacity)
         if stamp != self._stamp or sequence != self._sequence:
             self._check(stamp, sequence)
-        start = at + _HEADER_BYTES
-        self._next = end = tail + _HEADER_BYTES + (length + _ROUND & ~_ROUND)
-        if end > head:
-            raise TransportError(f"record {sequence} ends at {end}, beyond the ring's head at {head}")
-        if kind & _TABLED:
-            record = self._tabled
-            kind &= ~_TABLED
-            start, length = self._read_tables(record, start, length)
-        else:
-            record = self._plain
+        if length > _SHORT_BYTES or kind >= _TABLED:
+            return self._read_long(head, tail)
+        self._next = tail + _UNIT
+        record = self._plain
         record.kind = kind
         record.call_id = call_id
-        record.payload = data[start : start + length]
+        record.payload = body
+        record.length = length
+        return record
+
+    def _read_long(self, head: int, tail: int) -> Record:
+        """Read a record that has tables, or is long, or lies behind a pad."""
+        at = tail % self.capacity
+        stamp, sequence, call_id, kind, length = _HEADER.unpack_from(self._data, at)
+        if kind == _PAD:
+            tail += self.capacity - at
+            at = 0
+            stamp, sequence, call_id, kind, length = _HEADER.unpack_from(self._data, 0)
+            self._check(stamp, sequence)
+        self._next = end = tail + (_HEADER_BYTES + length + _ROUND & ~_ROUND)
+        if end > head:
+            raise TransportError(f"record {sequence} ends at {end}, beyond the ring's head at {head}")
+        at += _HEADER_BYTES
+        record = self._plain
+        if kind & _TABLED:
+            record = self._tabled
+            at, length = self._read_tables(record, at, length)
+        record.kind = kind & ~_TABLED
+        record.call_id = call_id
+        record.payload = self._data[at : at + length]
+        record.length = length
         return record
 
     def _check(self, stamp: int, sequence: int) -> None:

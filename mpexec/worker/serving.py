@@ -15,8 +15,8 @@ from mpexec.transport.channel import (
     CALL,
     CANCEL,
     DONE,
-    EMPTY,
     FAILED,
+    NOTHING,
     OUTPUT,
     PLAIN_CALL,
     PLAIN_DONE,
@@ -99,7 +99,7 @@ class RankServer:
         end = 0
         while not self._unsent and (record := ring.read()) is not None:
             if record.kind == PLAIN_CALL and record.call_id > self.drop_until:
-                call = _make_call(Call, (record.call_id, *load_plain(record.payload)))
+                call = _make_call(Call, (record.call_id,) + load_plain(record.payload))
             else:
                 call = self._open(record)
             ring.advance()
@@ -131,7 +131,7 @@ class RankServer:
         # A call that is dropped is not run, but answered: whoever still counts on this rank hears of it.
         if record.kind == PLAIN_CALL or call_id <= self.drop_until:
             self._calls.forget(record)
-            self._send(DONE, call_id, EMPTY)
+            self._send(DONE, call_id, NOTHING)
             return None
         try:
             return Call(call_id, *self._calls.open(record))

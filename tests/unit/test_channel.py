@@ -13,7 +13,7 @@ import pytest
 from mpexec.errors import TransportError
 from mpexec.transport import linux
 from mpexec.transport import pool as pool_module
-from mpexec.transport.channel import CALL, EMPTY, Parcel, Receiver, Sender
+from mpexec.transport.channel import CALL, NOTHING, Parcel, Receiver, Sender
 from mpexec.transport.frame import encode
 from mpexec.transport.pool import PoolReader, PoolWriter, create_pool_memory
 from mpexec.transport.ring import RingReader, RingWriter, create_ring
@@ -53,7 +53,6 @@ def receive(receiver: Receiver) -> Any:
     record = receiver.ring.read()
     assert record is not None
     value = receiver.open(record)
-    record.payload.release()
     receiver.ring.advance()
     return value
 
@@ -114,7 +113,6 @@ def test_a_record_that_is_not_wanted_gives_its_slots_back(make_channel: Make) ->
     record = receiver.ring.read()
     assert record is not None
     receiver.forget(record)
-    record.payload.release()
     receiver.ring.advance()
     assert send(sender, np.ones(100_000)).buffers[0].slot == first.buffers[0].slot
 
@@ -147,13 +145,12 @@ def test_a_full_ring_refuses_and_keeps_the_parcel_usable(make_channel: Make) -> 
     assert sender.try_send(CALL, sent, parcel)
 
 
-def test_an_empty_parcel_is_a_record_without_a_value(make_channel: Make) -> None:
+def test_a_rank_that_was_not_asked_for_its_value_sends_none(make_channel: Make) -> None:
     sender, (receiver,) = make_channel()
-    assert sender.try_send(CALL, 9, EMPTY, (0,))
+    assert sender.try_send(CALL, 9, NOTHING, (0,))
     record = receiver.ring.read()
     assert record is not None
-    assert (record.call_id, bytes(record.payload), tuple(record.buffers), record.ranks) == (9, b"", (), (0,))
-    record.payload.release()
+    assert (record.call_id, receiver.open(record), tuple(record.buffers), record.ranks) == (9, None, (), (0,))
     receiver.ring.advance()
 
 
