@@ -22,14 +22,14 @@ Figures = dict[str, list[tuple[float, float]]]
 
 
 def run(settings: Settings) -> list[Row]:
-    """Kills by fork server in every repeat, and a few of spawned ranks."""
+    """As many kills of forked as of spawned ranks."""
     per_repeat = -(-settings.kills // settings.repeats)
     rows = []
-    for method, kills in (("forkserver", per_repeat), ("spawn", 1)):
+    for method in ("forkserver", "spawn"):
         figures: Figures = {state: [] for state in STATES}
         for repeat in range(settings.repeats):
             settings.say(f"death, {method}, repeat {repeat + 1}")
-            for state, pairs in fresh.call(drive, start_method=method, kills=kills).items():
+            for state, pairs in fresh.call(drive, start_method=method, kills=per_repeat).items():
                 figures[state] += pairs
         for state, pairs in figures.items():
             rows.append(
