@@ -12,6 +12,7 @@
     ├── ExecutorStoppedError               the call was ended by `stop`
     ├── ExecutorBrokenError                a rank was lost earlier; `__cause__` is the root cause
     ├── EngineStoppedError                 the engine ended; `__cause__` is the root cause
+    ├── ConnectionLostError (also ConnectionError)  the engine's process, or the way to it, is gone
     ├── QueueFullError                     the engine's queue has no room
     └── TaskEndedError                     a background task returned, or was cancelled, while nobody had called stop
 
@@ -159,6 +160,10 @@ class ExecutorBrokenError(MpexecError):
 
 class EngineStoppedError(MpexecError):
     """The engine no longer serves requests. `__cause__` is the root cause, None after a plain `stop`."""
+
+
+class ConnectionLostError(MpexecError, ConnectionError):
+    """The process at the other end of the connection is gone, does not answer, or has closed."""
 
 
 class QueueFullError(MpexecError):

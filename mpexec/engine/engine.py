@@ -128,8 +128,13 @@ class ModelPlan:
             raise ConfigError(
                 f"{facts.path} has no weights: expected *.safetensors or *.bin files; copy the model again"
             )
+        return cls.of_facts(facts, tp, _max_length(facts, config))
+
+    @classmethod
+    def of_facts(cls, facts: CheckpointFacts, tp: int, max_length: int) -> ModelPlan:
+        """The plan for a model that has been checked, perhaps by another process; its tokenizer is read here."""
         has_text = (facts.path / "tokenizer.json").is_file() and _has_tokenizers()
-        return cls(facts, tp, _max_length(facts, config), Tokenizer.load(facts.path) if has_text else None)
+        return cls(facts, tp, max_length, Tokenizer.load(facts.path) if has_text else None)
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt, checked against the limits of the model.

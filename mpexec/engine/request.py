@@ -164,6 +164,7 @@ class RequestManager:
         self._waiting: dict[RequestType, deque[Request]] = {kind: deque() for kind in sorted(RequestType)}
         self._pending: dict[int, Request] = {}
         self._arrived = asyncio.Event()
+        self._turned = asyncio.Event()  # of the state that `accepting` tells
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Response | None = None
 
@@ -187,6 +188,22 @@ class RequestManager:
         self._loop = asyncio.get_running_loop()
         self._end = None
         self._arrived = asyncio.Event()
+        self._turn()
+
+    def _turn(self) -> None:
+        turned, self._turned = self._turned, asyncio.Event()
+        turned.set()
+
+    async def opened_async(self) -> None:
+        """Wait until requests are accepted."""
+        while not self.accepting:
+            await self._turned.wait()
+
+    async def closed_async(self) -> Response:
+        """Wait for the next `close`, at once after one; gives what every request is answered with since."""
+        while self._end is None:
+            await self._turned.wait()
+        return self._end
 
     def close(self, cause: BaseException | None) -> None:
         """Answer every pending and every later request with ENGINE_STOP_ERROR. The first call decides the cause.
@@ -198,6 +215,7 @@ class RequestManager:
             return
         error = cause or EngineStoppedError("the engine was stopped")
         self._end = Response(ResponseType.ENGINE_STOP_ERROR, error=error)
+        self._turn()
         for queue in self._waiting.values():
             queue.clear()
         for request in list(self._pending.values()):

@@ -1,0 +1,213 @@
+"""The engine's face at the other end of a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
+from mpexec.errors import ConnectionLostError, EngineStoppedError, WrongStateError
+from mpexec.mp_engine.sockets import ClientKeys
+from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
+from mpexec.tasks import TaskOwner, TaskSet
+
+_CREDIT = 16  # pieces of one answer under way; more of them would only be older
+_CALL_S = 10.0
+_NO_METRICS = Metrics(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+
+
+class EngineClient(TaskOwner):
+    """A client of an engine that runs in another process, with the face of `Engine`.
+
+    `start` connects and `stop` disconnects; the engine itself belongs to whoever made it. `wait_tasks` raises the root
+    cause when the engine fails, or a `ConnectionLostError` when it is gone; streams raise `EngineStoppedError` with
+    that cause.
+
+    Args:
+        address: `ZMQEngine.address` of the engine.
+        keys: For TCP.
+    """
+
+    def __init__(self, address: str, *, keys: ClientKeys | None = None) -> None:
+        super().__init__()
+        self._address = address
+        self._keys = keys
+        self._plan: ModelPlan | None = None
+        self._root: BaseException | None = None
+        self._was_started = False
+        self._released = False
+        self._client: AsyncRPCClient | None = None
+        self._metrics = _NO_METRICS
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """Where the engine listens; further clients of the same user may connect there."""
+        return self._address
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The model and its limits.
+
+        Raises:
+            WrongStateError: Not connected yet.
+        """
+        if self._plan is None:
+            raise _not_started()
+        return self._plan
+
+    def health(self) -> Health:
+        """Whether requests are served, without asking: the end of the engine is known here when it happens."""
+        if self._root is not None:
+            return Health(False, "stopped", self._root)
+        if self.running and self._client is not None:
+            return Health(True, "running")
+        return Health(False, "stopped" if self._was_started or self._released else "new")
+
+    def metrics(self) -> Metrics:
+        """The counts that the engine told last: at the end of each answer and, while any runs, ten times a second."""
+        return self._metrics
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """Continue a prompt; as `Engine.generate`, which says how it ends and what is raised."""
+        return self._generate(self.plan.encode(prompt), params or SamplingParams())
+
+    async def _generate(
+        self, prompt: tuple[int, ...], params: SamplingParams
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        pieces = self._usable_client().stream("generate", list(prompt), params, credit=_CREDIT)
+        try:
+            async for text, token_ids, finish_reason in pieces:
+                yield GenerationOutput(text, token_ids, finish_reason, prompt)
+        except EngineStoppedError as stopped:
+            raise await self._stopped(stopped.__cause__, stopped) from None
+        except WrongStateError:  # this client was stopped in the middle of it
+            raise await self._stopped(None) from None
+        except ConnectionLostError as lost:
+            raise await self._stopped(lost) from None
+        finally:
+            await pieces.aclose()
+
+    def _usable_client(self) -> AsyncRPCClient:
+        if self._root is not None:
+            raise stopped_error(self._root)
+        if self._client is None or not self.running:
+            if self._was_started or self._released:
+                raise EngineStoppedError("the engine was stopped")
+            raise _not_started()
+        if asyncio.get_running_loop() is not self._loop:
+            raise WrongStateError(
+                f"the engine was started on {self._loop!r}: send requests there, or stop it and start it on this loop",
+                state="running",
+            )
+        return self._client
+
+    async def _stopped(self, cause: BaseException | None, told: EngineStoppedError | None = None) -> EngineStoppedError:
+        """What the readers of a stream get: the same root cause for all of them, none after a plain stop."""
+        if cause is None or self._released:
+            return told or EngineStoppedError("the engine was stopped")
+        if isinstance(cause, ConnectionLostError):
+            cause = await self._why_lost(cause)
+        return stopped_error(self._learn(cause))
+
+    def _learn(self, cause: BaseException) -> BaseException:
+        """The first news of a failure is the root cause."""
+        if self._root is None:
+            self._root = cause
+        return self._root
+
+    async def _why_lost(self, lost: ConnectionLostError) -> BaseException:
+        """What lies behind a lost connection, as far as this side can know."""
+        return lost.__cause__ or lost
+
+    # -- verbs ---------------------------------------------------------------------------------------------------------
+
+    def _open(self, tasks: TaskSet) -> None:
+        tasks.start(self._watch(), name="watch")
+
+    async def start_async(self) -> None:
+        """Connect; requests are served when this returns. Calling it while running changes nothing.
+
+        Raises:
+            EngineStoppedError: The engine has failed, or this was released.
+            ConnectionLostError: Nobody answers at the address.
+        """
+        if self.running and self._client is not None and self._client.running:
+            return
+        if self._root is not None:
+            raise stopped_error(self._root)
+        if self._released:
+            raise EngineStoppedError("the engine has been released")
+        client = AsyncRPCClient(self._address, keys=self._keys)
+        client.on_news = self._on_news
+        try:
+            await client.start_async()
+            await self._greet(client)
+        except BaseException:
+            await client.stop_async()
+            raise
+        self._client = client
+        self._was_started = True
+        self.start()
+
+    async def _greet(self, client: AsyncRPCClient) -> None:
+        """What is said first on a new connection."""
+        if self._plan is None:
+            self._plan = ModelPlan.of_facts(*await client.call("about", timeout=_CALL_S))
+
+    async def _part(self, client: AsyncRPCClient) -> None:
+        """What is said last before a connection is closed from this side."""
+
+    def _on_news(self, news: Any) -> None:
+        self._metrics = news
+
+    async def _watch(self) -> None:
+        """Wait for the engine's failure."""
+        assert self._client is not None
+        try:
+            await self._client.wait_tasks()
+        except asyncio.CancelledError:
+            raise
+        except ConnectionLostError as lost:
+            root = self._learn(await self._why_lost(lost))
+        except BaseException as error:
+            root = self._learn(error)
+        else:
+            return
+        await self._after_failure()
+        raise root
+
+    async def _after_failure(self) -> None:
+        """Called once before the root cause is raised to whoever waits for the tasks."""
+
+    async def _close(self) -> None:
+        client, self._client = self._client, None
+        if client is None:
+            return
+        try:
+            if self._root is None and not self._released:
+                await self._part(client)
+        finally:
+            await client.stop_async()
+
+    def release(self) -> None:
+        """Disconnect for good. Works in any state, twice, and after a failure."""
+        self._released = True
+        self.stop()
+
+
+def stopped_error(root: BaseException) -> EngineStoppedError:
+    """A new error for one caller, with the root cause that all share."""
+    stopped = EngineStoppedError(f"the engine has stopped after {type(root).__name__}: {root}")
+    stopped.__cause__ = root
+    return stopped
+
+
+def _not_started() -> WrongStateError:
+    return WrongStateError("the engine has not been started: use `async with engine`", state="new")

@@ -1,0 +1,137 @@
+"""The engine's side of the RPC: what clients may call, and how the engine's end reaches them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from mpexec.agent.checkpoint import CheckpointFacts
+from mpexec.engine.engine import Engine, Metrics, SamplingParams
+from mpexec.errors import EngineStoppedError
+from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
+from mpexec.tasks import TaskOwner, TaskSet
+
+_METRICS_EVERY_S = 0.1
+
+Piece = tuple[str, tuple[int, ...], str | None]
+
+
+class EngineService(TaskOwner):
+    """Serves one engine to the clients of one server.
+
+    The failure of the engine reaches every client the moment the engine's own requests hear of it, before the ranks
+    have been ended; `wait_tasks` raises it when they have.
+
+    Args:
+        engine: Started and stopped by the clients, released by the process.
+        server: Its methods are registered here.
+    """
+
+    def __init__(self, engine: Engine, server: AsyncRPCServer) -> None:
+        super().__init__()
+        self._engine = engine
+        self._server = server
+        self._streams = 0
+        self._draining = False
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        for name, function in (
+            ("generate", self.generate),
+            ("start", self.start_engine),
+            ("stop", self.stop_engine),
+            ("about", self.about),
+        ):
+            server.register(name, function)
+
+    @property
+    def open_streams(self) -> int:
+        """Requests that clients are reading now."""
+        return self._streams
+
+    def _open(self, tasks: TaskSet) -> None:
+        tasks.start(self._watch_server(), name="server")
+        tasks.start(self._publish_metrics(), name="metrics")
+        self._begun = asyncio.Event()
+        tasks.start(self._watch_engine(), name="engine")
+        tasks.start(self._tell_failure(), name="failure")
+
+    # -- what clients call -------------------------------------------------------------------------------------------
+
+    def about(self) -> tuple[CheckpointFacts, int, int]:
+        """The model, its ranks and the limit of its texts: arguments of `ModelPlan.of_facts`."""
+        plan = self._engine.plan
+        return plan.facts, plan.tp, plan.max_length
+
+    async def start_engine(self) -> None:
+        """Start the engine's tasks; while they run, changes nothing."""
+        await self._engine.start_async()
+        self._begun.set()
+
+    async def stop_engine(self) -> None:
+        """Stop the engine's tasks; every open request hears of it. `start_engine` may follow."""
+        await self._engine.stop_async()
+
+    async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncGenerator[Piece, None]:
+        """Continue a prompt, as `Engine.generate`: text, token ids and finish reason of each piece."""
+        if self._draining:
+            raise EngineStoppedError("the engine is about to end: it finishes what runs and takes no new requests")
+        self._streams += 1
+        self._idle.clear()
+        try:
+            async with aclosing(self._engine.generate(prompt, params)) as outputs:
+                async for output in outputs:
+                    if output.finish_reason is not None:
+                        self._publish(self._engine.metrics())
+                    yield output.text, output.token_ids, output.finish_reason
+        finally:
+            self._streams -= 1
+            self._changed.set()
+            if not self._streams:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no new requests, and wait for those that run; False if some still do when the time is over."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # -- what clients are told -----------------------------------------------------------------------------------------
+
+    async def _watch_server(self) -> None:
+        await self._server.wait_tasks()
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            await self._engine.wait_tasks()  # returns after a plain stop; another start may follow
+
+    async def _tell_failure(self) -> None:
+        while True:
+            response = await self._engine.requests.closed_async()
+            reason = response.to_exception()
+            cause = None if reason is None else reason.__cause__
+            if cause is not None:
+                self._server.say_closed(cause)
+                await asyncio.Event().wait()  # the engine's own end, with its clean-up, ends this task
+            await self._engine.requests.opened_async()
+
+    def _publish(self, metrics: Metrics) -> None:
+        self._server.publish(metrics)
+
+    async def _publish_metrics(self) -> None:
+        """Clients see counts that are a moment old; while nothing changes, nothing is sent."""
+        last: Metrics | None = None
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while (now := self._engine.metrics()) != last or self._streams:
+                self._publish(now)
+                last = now
+                await asyncio.sleep(_METRICS_EVERY_S)

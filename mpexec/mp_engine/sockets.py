@@ -1,0 +1,243 @@
+"""ZMQ sockets on an event loop, and where they meet: a folder that only this user can enter, or TCP with keys.
+
+`zmq.asyncio` makes a future for every message; here a message is handed to a function, so a turn of the loop may take
+many. libzmq's descriptor is edge-triggered: it tells once that something has changed. So everything is read until
+nothing is left, and after every sending the socket is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.utils.monitor
+import zmq.utils.z85
+
+from mpexec.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_TURN_MESSAGES = 64  # taken in a row before the loop's other callbacks get their turn
+_LONGEST_PATH = 100  # a unix socket's path has 107 bytes at most
+_PREFIX = "mpexec-engine-"
+_NEW_PREFIX = "mpexec-newborn-"
+
+
+class LoopSocket:
+    """A socket whose messages are handed to `receive` on the running loop.
+
+    Args:
+        socket: Owned from now on.
+        receive: Called with the parts of each message. What it raises ends the loop's callback, not the socket.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[list[bytes]], None]) -> None:
+        self._socket = socket
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._backlog: deque[list[bytes]] = deque()
+        self._scheduled = False
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._turn)
+        self._schedule()
+
+    def send(self, parts: list[bytes]) -> None:
+        """Send a message now, or in order once the other side takes it.
+
+        Raises:
+            zmq.ZMQError: For a ROUTER with EHOSTUNREACH: the client has gone.
+        """
+        if self._backlog:
+            self._backlog.append(parts)
+            return
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK)
+        except zmq.Again:
+            self._backlog.append(parts)
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # sending may have used up the edge
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        self._flush()
+        for _ in range(_TURN_MESSAGES):
+            if self._socket.closed:
+                return
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(parts)
+        self._schedule()
+
+    def _flush(self) -> None:
+        while self._backlog and not self._socket.closed:
+            try:
+                self._socket.send_multipart(self._backlog[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                logger.debug("a message was for somebody who has gone: %s", error)
+            self._backlog.popleft()
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Stop watching and close; again changes nothing. Whatever is unsent after `linger_ms` is dropped."""
+        if self._socket.closed:
+            return
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self._socket.close(linger_ms)
+
+
+def watch_disconnections(socket: zmq.Socket[bytes], tell: Callable[[], None]) -> LoopSocket:
+    """Call `tell` on the running loop whenever a peer of `socket` is lost, also by a handshake that fails."""
+    events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    return LoopSocket(socket.get_monitor_socket(events), lambda _: tell())
+
+
+# -- a folder of one's own -----------------------------------------------------------------------------------------
+
+
+class SocketFolder:
+    """A new folder of mode 0700 with a short path, for one unix socket. Removed by `remove`, whoever calls it first.
+
+    A folder whose maker was killed before it could remove it is removed by the next one that is made: its lock is free.
+    """
+
+    def __init__(self) -> None:
+        new = _make_folder()
+        self._lock = os.open(new / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Only now does it get a name by which another process could find it, and take it for a stale one.
+        self.path = new.rename(new.with_name(new.name.replace(_NEW_PREFIX, _PREFIX)))
+        _remove_stale(self.path)
+
+    @property
+    def address(self) -> str:
+        """Where a server of this folder listens."""
+        return f"ipc://{self.path}/socket"
+
+    def remove(self) -> None:
+        """Remove the folder; again changes nothing."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def _make_folder() -> Path:
+    """Make it in the first place that is there, writable, and not too deep.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    refusals = []
+    for parent in dict.fromkeys((os.environ.get("TMPDIR") or "/tmp", "/tmp", "/dev/shm", "/var/tmp")):
+        try:
+            if len(os.fsencode(parent)) + len(_NEW_PREFIX) + len("/12345678/socket") > _LONGEST_PATH:
+                raise OSError(f"{parent}: too long for a unix socket")
+            return Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=parent))  # mode 0700
+        except OSError as error:
+            refusals.append(str(error))
+    raise ConfigError("no folder for the engine's socket: " + "; ".join(refusals) + ". Point TMPDIR to a short one.")
+
+
+def _remove_stale(ours: Path) -> None:
+    for folder in ours.parent.glob(_PREFIX + "*"):
+        with contextlib.suppress(OSError):
+            if folder == ours or folder.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+# -- keys for TCP --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """CURVE keys of a server: its own pair, and the public keys of the clients that may connect."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    clients: frozenset[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """CURVE keys of a client: its own pair, and the server's public key."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    server: bytes
+
+
+def make_keys() -> tuple[ServerKeys, ClientKeys]:
+    """Keys for a server and one client of it."""
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    return (
+        ServerKeys(server_public, server_secret, frozenset({client_public})),
+        ClientKeys(client_public, client_secret, server_public),
+    )
+
+
+def check_address(address: str, keys: ServerKeys | ClientKeys | None) -> None:
+    """Refuse whatever would be open to others.
+
+    Raises:
+        ConfigError: It is neither a unix socket nor TCP with keys.
+    """
+    if address.startswith("ipc:///"):
+        return
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"address={address!r}: use ipc:///absolute/path or tcp://host:port")
+    if keys is None:
+        raise ConfigError(f"address={address!r}: TCP is open to everybody; give CURVE keys, see make_keys()")
+
+
+def use_server_keys(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: ServerKeys) -> LoopSocket:
+    """Make `socket`, before it is bound, accept the clients of `keys` only; the socket that answers for it comes back.
+
+    libzmq asks at the address inproc://zeromq.zap.01 (its RFC 27) whether a client's public key is known.
+    """
+    gate = context.socket(zmq.REP)
+    gate.bind("inproc://zeromq.zap.01")
+
+    def decide(parts: list[bytes]) -> None:
+        version, request_id = parts[0], parts[1]
+        known = len(parts) > 6 and parts[5] == b"CURVE" and zmq.utils.z85.encode(parts[6]) in keys.clients
+        status = (b"200", b"OK", b"client", b"") if known else (b"400", b"unknown key", b"", b"")
+        answering.send([version, request_id, *status])
+
+    answering = LoopSocket(gate, decide)
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"mpexec")
+    return answering
+
+
+def use_client_keys(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
+    """Make `socket`, before it is connected, prove who it is and refuse any other server."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+    socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
