@@ -8,7 +8,7 @@ from typing import Any
 
 from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
 from mpexec.errors import ConnectionLostError, EngineStoppedError, WrongStateError
-from mpexec.mp_engine.sockets import ClientKeys
+from mpexec.mp_engine.sockets import ClientKeys, check_address
 from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
 from mpexec.tasks import TaskOwner, TaskSet
 
@@ -31,6 +31,7 @@ class EngineClient(TaskOwner):
 
     def __init__(self, address: str, *, keys: ClientKeys | None = None) -> None:
         super().__init__()
+        check_address(address, keys)
         self._address = address
         self._keys = keys
         self._plan: ModelPlan | None = None
@@ -86,11 +87,13 @@ class EngineClient(TaskOwner):
             async for text, token_ids, finish_reason in pieces:
                 yield GenerationOutput(text, token_ids, finish_reason, prompt)
         except EngineStoppedError as stopped:
-            raise await self._stopped(stopped.__cause__, stopped) from None
+            ended = await self._stopped(stopped.__cause__, stopped)
+            raise ended from ended.__cause__
         except WrongStateError:  # this client was stopped in the middle of it
             raise await self._stopped(None) from None
         except ConnectionLostError as lost:
-            raise await self._stopped(lost) from None
+            ended = await self._stopped(lost)
+            raise ended from ended.__cause__
         finally:
             await pieces.aclose()
 
@@ -172,7 +175,8 @@ class EngineClient(TaskOwner):
         assert self._client is not None
         try:
             await self._client.wait_tasks()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # by `stop` on this thread, or by the end of the loop
+            await self._close()
             raise
         except ConnectionLostError as lost:
             root = self._learn(await self._why_lost(lost))
@@ -180,6 +184,7 @@ class EngineClient(TaskOwner):
             root = self._learn(error)
         else:
             return
+        await self._close()
         await self._after_failure()
         raise root
 
@@ -200,6 +205,9 @@ class EngineClient(TaskOwner):
         """Disconnect for good. Works in any state, twice, and after a failure."""
         self._released = True
         self.stop()
+        if self._client is not None and (self._loop is None or not self._loop.is_running()):
+            self._client.release()  # nobody is left who could close it on its loop
+            self._client = None
 
 
 def stopped_error(root: BaseException) -> EngineStoppedError:

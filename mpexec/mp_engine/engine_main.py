@@ -119,8 +119,8 @@ class _EngineProcess:
             self._bound_exit()
             loop.remove_reader(self._lane.fileno())
             loop.remove_reader(self._parent_pidfd)
-            await self._clean_up(server)
-        return code if self._released_well() else FAILED
+            well = await self._clean_up(server)
+        return code if well else FAILED
 
     def _say_ready(self, server: AsyncRPCServer) -> None:
         plan = self._engine.plan
@@ -135,7 +135,8 @@ class _EngineProcess:
             await asyncio.wait({failure, end, drain}, return_when=asyncio.FIRST_COMPLETED)
             if failure.done():
                 await failure
-            return 0 if end.done() or drain.result() else FAILED
+            well = end.done() or drain.result()
+            return 0 if well and self._engine.health().reason is None else FAILED
         except SystemExit:
             raise
         except BaseException as error:
@@ -151,18 +152,17 @@ class _EngineProcess:
         await self._drain.wait()
         return await service.drain(self._plan.drain_timeout)
 
-    async def _clean_up(self, server: AsyncRPCServer) -> None:
+    async def _clean_up(self, server: AsyncRPCServer) -> bool:
+        """Stop and release everything; False if a rank or a step had to be given up."""
+        well = True
         for step in (self._engine.stop_async, server.stop_async, self._engine.release_async):
             try:
                 await step()
             except Exception:  # the next step must run
                 logger.exception("the engine process did not end cleanly: %s", step.__qualname__)
-
-    def _released_well(self) -> bool:
-        """False if a rank had to be ended by force."""
-        state = self._engine.executor.describe()
-        rungs = {row.get("ended_by") for row in state["ranks"]} - {None, "exited", "asked"}
-        return self._engine.executor.state is State.RELEASED and not rungs
+                well = False
+            well = well and self._engine.executor.state is not State.BROKEN
+        return well
 
     def _on_signal(self) -> None:
         """The first one drains, the second stops at once."""

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import queue
+import select
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +19,11 @@ from mpexec.mp_engine.engine_main import EnginePlan
 from mpexec.mp_engine.frames import unbox_error
 from mpexec.mp_engine.sockets import SocketFolder
 from mpexec.processes import Death, Monitor, RankPlan, RankProcess, end_processes, launch
+from mpexec.transport.linux import OwnedFd, pidfd_open
 
 logger = logging.getLogger(__name__)
 
+_RANKS_S = 2.0
 _ENTRY = "mpexec.mp_engine.engine_main:engine_main"
 
 
@@ -41,6 +44,7 @@ class EngineProcess:
         self._on_death: Callable[[], None] | None = None
         self.death: Death | None = None
         self._closed = False
+        self._rank_pidfds: list[OwnedFd] = []
         self._stop_timeout = plan.stop_timeout
         self._owner = os.getpid()
         if abort is not None:
@@ -96,6 +100,7 @@ class EngineProcess:
                 logger.info("engine process: %s", phase)
             elif kind == "ready":
                 self.address, facts, tp, max_length, self.rank_pids = news
+                self._rank_pidfds = [OwnedFd(pidfd_open(pid)) for pid in self.rank_pids]
                 self.plan = ModelPlan.of_facts(facts, tp, max_length)
                 return
             else:
@@ -123,6 +128,8 @@ class EngineProcess:
             return
         self._closed = True
         rungs = end_processes([self._process], deadline, ask=_ask_to_exit if ask else None)
+        self.death = self._process.death or self.death
+        self._await_ranks(Deadline.after(_RANKS_S))
         if ask and rungs.get(0) not in ("exited", "asked"):
             logger.warning("the engine process did not leave when asked: %s", rungs.get(0))
         self._monitor.unwatch(self._process)
@@ -130,6 +137,21 @@ class EngineProcess:
         self._process.close()
         if self._folder is not None:
             self._folder.remove()
+
+    def _await_ranks(self, deadline: Deadline) -> None:
+        """The kernel ends the ranks of an engine that was killed, a few milliseconds later."""
+        poller = select.poll()
+        waiting = {pidfd.fd: pidfd for pidfd in self._rank_pidfds}
+        for fd in waiting:
+            poller.register(fd, select.POLLIN)
+        while waiting and (ready := poller.poll(deadline.poll_ms())):
+            for fd, _ in ready:
+                poller.unregister(fd)
+                del waiting[fd]
+        if waiting:
+            logger.warning("%d ranks of the engine outlive it", len(waiting))
+        for pidfd in self._rank_pidfds:
+            pidfd.close()
 
 
 def _ask_to_exit(process: RankProcess) -> None:

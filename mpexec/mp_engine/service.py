@@ -79,6 +79,7 @@ class EngineService(TaskOwner):
             raise EngineStoppedError("the engine is about to end: it finishes what runs and takes no new requests")
         self._streams += 1
         self._idle.clear()
+        self._changed.set()
         try:
             async with aclosing(self._engine.generate(prompt, params)) as outputs:
                 async for output in outputs:

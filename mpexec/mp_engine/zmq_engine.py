@@ -154,7 +154,8 @@ class ZMQEngine(EngineClient):
         try:
             await super().start_async()
         except ConnectionLostError as lost:
-            raise stopped_error(self._learn(await self._why_lost(lost))) from None
+            root = self._learn(await self._why_lost(lost))
+            raise stopped_error(root) from root
 
     async def _greet(self, client: AsyncRPCClient) -> None:
         await client.call("start", timeout=self._stop_timeout)
@@ -163,7 +164,7 @@ class ZMQEngine(EngineClient):
         try:
             await client.call("stop", timeout=self._stop_timeout)
         except (ConnectionLostError, RPCTimeoutError) as gone:  # `release` ends what does not answer
-            logger.warning("the engine could not be asked to stop: %s", gone)
+            logger.info("the engine could not be asked to stop: %s", gone)
 
     async def _why_lost(self, lost: ConnectionLostError) -> BaseException:
         """The end of the process says more than that of its connection, and comes a moment later."""

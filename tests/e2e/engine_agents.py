@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from typing import Any
 
+from mpexec import ConfigError, Engine, EngineConfig, UniExecutor, WorkerSpec, build_executor
 from mpexec.agent.base import ModelAgent
 from mpexec.agent.steps import StepInput, StepOutput
+from mpexec.engine.engine import ModelPlan
 
 
 class BrokenOnPurposeError(Exception):
@@ -18,11 +21,14 @@ class BrokenOnPurposeError(Exception):
 class CountingAgent(ModelAgent):
     """A slot's next token is its last one plus one, modulo the vocabulary. Needs no torch and can be told to break."""
 
-    def __init__(self, vocab_size: int = 2048) -> None:
+    def __init__(
+        self, vocab_size: int = 2048, break_at: tuple[int, int, str] | None = None, step_seconds: float = 0.0
+    ) -> None:
         super().__init__()
         self._vocab_size = vocab_size
+        self._step_seconds = step_seconds
         self._last: dict[int, int] = {}
-        self._break: tuple[int, int, str] | None = None
+        self._break = break_at
 
     def break_at(self, token: int, rank: int, manner: str) -> None:
         """From now on, `rank` ends in this manner in the step that would give out `token`."""
@@ -30,6 +36,7 @@ class CountingAgent(ModelAgent):
 
     def forward(self, inputs: StepInput) -> Any:
         """One token more for every slot."""
+        time.sleep(self._step_seconds)  # as a model's computing would
         for slot in inputs.free:
             self._last.pop(slot, None)
         for start in inputs.prefill:
@@ -49,4 +56,52 @@ class CountingAgent(ModelAgent):
             return
         if manner == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if manner == "hang":
+            threading.Event().wait()
         raise BrokenOnPurposeError(f"token {self._break}")
+
+
+def uni_engine(break_at: tuple[int, int, str] | None = None, **limits: Any) -> Engine:
+    """An engine over one counting rank in this process."""
+    config = EngineConfig(**limits)
+    executor = UniExecutor(CountingAgent, agent_kwargs={"break_at": break_at})
+    return Engine(executor, ModelPlan.read(None, 1, config), config)
+
+
+def mp_engine(
+    break_at: tuple[int, int, str] | None = None,
+    step_seconds: float = 0.0,
+    start_method: Any = "spawn",
+    **limits: Any,
+) -> Engine:
+    """An engine over two counting ranks, each a process."""
+    config = EngineConfig(**limits)
+    spec = WorkerSpec(
+        agent=CountingAgent,
+        world_size=2,
+        agent_kwargs={"break_at": break_at, "step_seconds": step_seconds},
+        start_method=start_method,
+        device="cpu",
+        init_process_group=False,
+        stop_timeout=2.0,
+    )
+    return Engine(build_executor(spec), ModelPlan.read(None, 2, config), config)
+
+
+class Unbuildable(CountingAgent):
+    """Fails where a model is built."""
+
+    def build_model(self) -> None:
+        raise RuntimeError("cannot build")
+
+
+def unbuildable_engine(manner: str) -> Engine:
+    """A factory that does not give an engine."""
+    if manner == "config":
+        raise ConfigError("no such model")
+    if manner == "exit":
+        os._exit(7)
+    if manner == "hang":
+        threading.Event().wait()
+    spec = WorkerSpec(agent=Unbuildable, world_size=2, device="cpu", init_process_group=False)
+    return Engine(build_executor(spec), ModelPlan.read(None, 2, EngineConfig()), EngineConfig())

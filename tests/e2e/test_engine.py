@@ -9,14 +9,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
-from engine_agents import BrokenOnPurposeError, CountingAgent
+from engine_agents import BrokenOnPurposeError, mp_engine, uni_engine
 
 from mpexec import Engine, EngineConfig, SamplingParams, UniExecutor
-from mpexec.engine.engine import GenerationOutput, ModelPlan
+from mpexec.engine.engine import GenerationOutput
 from mpexec.engine.request import Generation, RequestType, ResponseType
 from mpexec.errors import (
     ConfigError,
@@ -27,6 +28,7 @@ from mpexec.errors import (
     WorkerDiedError,
     WrongStateError,
 )
+from mpexec.mp_engine.zmq_engine import ZMQEngine
 
 MakeEngine = Callable[..., Engine]
 
@@ -37,35 +39,76 @@ def within(seconds: float) -> float:
 
 
 @pytest.fixture
-def uni() -> Iterator[MakeEngine]:
-    """Makes an engine over one counting rank in this process."""
-    made: list[Engine] = []
-
-    def make(**limits: Any) -> Engine:
-        config = EngineConfig(**limits)
-        made.append(Engine(UniExecutor(CountingAgent), ModelPlan.read(None, 1, config), config))
-        return made[-1]
-
-    yield make
-    for engine in made:
+def made() -> Iterator[list[Engine]]:
+    """Engines of a test; released at its end, whatever it does."""
+    engines: list[Engine] = []
+    yield engines
+    for engine in engines:
         engine.release()
 
 
 @pytest.fixture
-def mp(make_executor: Callable[..., Any]) -> MakeEngine:
-    """Makes an engine over two counting ranks, each a process."""
+def uni(made: list[Engine]) -> MakeEngine:
+    """Makes an engine over one counting rank in this process."""
 
-    def make(**limits: Any) -> Engine:
-        config = EngineConfig(**limits)
-        return Engine(make_executor(CountingAgent, stop_timeout=2.0), ModelPlan.read(None, 2, config), config)
+    def make(**options: Any) -> Engine:
+        made.append(uni_engine(**options))
+        return made[-1]
 
     return make
 
 
-@pytest.fixture(params=["uni", "mp"])
+@pytest.fixture
+def mp(made: list[Engine]) -> MakeEngine:
+    """Makes an engine over two counting ranks, each a process."""
+
+    def make(**options: Any) -> Engine:
+        made.append(mp_engine(start_method="forkserver", **options))
+        return made[-1]
+
+    return make
+
+
+@pytest.fixture
+def zmq(made: list[Engine]) -> Any:
+    """Makes an engine over two counting ranks in a process of its own."""
+
+    def make(**options: Any) -> Any:
+        engine: Any = ZMQEngine(partial(mp_engine, **options), start_timeout=60.0)
+        made.append(engine)
+        return engine
+
+    return make
+
+
+@pytest.fixture(params=["uni", "mp", "zmq"])
 def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    """Makes an engine of each kind: what is promised of one is promised of all."""
     made: MakeEngine = request.getfixturevalue(request.param)
     return made
+
+
+@pytest.fixture(params=["mp", "zmq"])
+def make_engine_with_ranks(request: pytest.FixtureRequest) -> MakeEngine:
+    """Makes an engine of each kind whose ranks are processes."""
+    made: MakeEngine = request.getfixturevalue(request.param)
+    return made
+
+
+async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    """Wait for what is told a moment later; fail if it is not."""
+    deadline = time.monotonic() + within(seconds)
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+def rank_pids(engine: Any) -> tuple[int, ...]:
+    return tuple(engine.rank_pids if isinstance(engine, ZMQEngine) else engine.executor.pids)
+
+
+def processes(engine: Any) -> list[int]:
+    return [*rank_pids(engine), *([engine.pid] if isinstance(engine, ZMQEngine) else [])]
 
 
 def many(new: int = 500, **fields: Any) -> SamplingParams:
@@ -102,8 +145,8 @@ async def test_many_prompts_share_the_slots_and_each_gets_its_own_answer(make_en
         assert metrics.tokens_per_second > 0
 
 
-async def test_the_pieces_together_are_the_decoded_answer(uni: MakeEngine) -> None:
-    engine = uni()
+async def test_the_pieces_together_are_the_decoded_answer(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     assert engine.plan.tokenizer is not None
     async with engine:
         outputs = await collect(engine, [1], many(900))
@@ -112,8 +155,8 @@ async def test_the_pieces_together_are_the_decoded_answer(uni: MakeEngine) -> No
     assert len(ids(outputs)) == 900
 
 
-async def test_a_token_that_ends_the_text_stops_it_unless_it_is_ignored(uni: MakeEngine) -> None:
-    engine = uni()
+async def test_a_token_that_ends_the_text_stops_it_unless_it_is_ignored(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     eos = engine.plan.facts.eos_token_ids[0]
     start = (eos - 3) % 2048
     async with engine:
@@ -123,8 +166,8 @@ async def test_a_token_that_ends_the_text_stops_it_unless_it_is_ignored(uni: Mak
         assert (len(ids(outputs)), outputs[-1].finish_reason) == (10, "length")
 
 
-async def test_the_context_limit_ends_an_answer_with_reason_length(uni: MakeEngine) -> None:
-    engine = uni(max_length=20)
+async def test_the_context_limit_ends_an_answer_with_reason_length(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_length=20)
     async with engine:
         outputs = await collect(engine, list(range(5)), many())
         assert (len(ids(outputs)), outputs[-1].finish_reason) == (15, "length")
@@ -133,22 +176,24 @@ async def test_the_context_limit_ends_an_answer_with_reason_length(uni: MakeEngi
 
 
 @pytest.mark.parametrize("prompt", ["", [], [2048], [-1], ["a"], [True, 1.0], "a" * 20_000, "\udcff"])
-async def test_a_prompt_that_cannot_run_is_refused_at_the_call_and_others_go_on(uni: MakeEngine, prompt: Any) -> None:
-    engine = uni()
+async def test_a_prompt_that_cannot_run_is_refused_at_the_call_and_others_go_on(
+    make_engine: MakeEngine, prompt: Any
+) -> None:
+    engine = make_engine()
     async with engine:
         with pytest.raises(ConfigError):
             engine.generate(prompt)
         assert ids(await collect(engine, [5], many(2))) == [6, 7]
 
 
-async def test_one_request_too_many_is_refused_and_the_others_go_on(uni: MakeEngine) -> None:
-    engine = uni(max_slots=1, max_queue=1)
+async def test_one_request_too_many_is_refused_and_the_others_go_on(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_slots=1, max_queue=1)
     async with engine:
         outcomes = await asyncio.gather(*(collect(engine, [n], many(300)) for n in range(4)), return_exceptions=True)
         refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFullError)]
         answered = [outcome for outcome in outcomes if isinstance(outcome, list)]
         assert (len(refused), len(answered)) == (2, 2)
-        assert engine.metrics().refused == 2
+        await until(lambda: engine.metrics().refused == 2)
 
 
 async def test_leaving_closing_and_cancelling_free_the_slot(make_engine: MakeEngine) -> None:
@@ -163,12 +208,11 @@ async def test_leaving_closing_and_cancelling_free_the_slot(make_engine: MakeEng
         task.cancel()
         await asyncio.wait({task})
         assert ids(await collect(engine, [5], many(3))) == [6, 7, 8]
-        metrics = engine.metrics()
-        assert (metrics.running, metrics.waiting, engine.requests.pending) == (0, 0, 0)
+        await until(lambda: (engine.metrics().running, engine.metrics().waiting) == (0, 0))
 
 
-async def test_a_slow_reader_holds_back_nobody_and_gets_everything(uni: MakeEngine) -> None:  # F133
-    engine = uni(max_slots=4)
+async def test_a_slow_reader_holds_back_nobody_and_gets_everything(make_engine: MakeEngine) -> None:  # F133
+    engine = make_engine(max_slots=4)
     async with engine:
         slow = engine.generate([0], many(800))
         first = await anext(slow)
@@ -181,8 +225,8 @@ async def test_a_slow_reader_holds_back_nobody_and_gets_everything(uni: MakeEngi
 # -- lifecycle -----------------------------------------------------------------------------------------------------
 
 
-async def test_health_follows_the_lifecycle(uni: MakeEngine) -> None:
-    engine = uni()
+async def test_health_follows_the_lifecycle(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     assert (engine.health().ok, engine.health().state) == (False, "new")
     with pytest.raises(WrongStateError):
         await collect(engine, [1])
@@ -261,8 +305,8 @@ async def test_release_in_the_middle_of_a_request_ends_it_with_an_error(make_eng
     await engine.release_async()
 
 
-async def test_stop_on_the_engines_own_thread_is_a_request_that_wait_tasks_sees(uni: MakeEngine) -> None:
-    engine = uni()
+async def test_stop_on_the_engines_own_thread_is_a_request_that_wait_tasks_sees(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     async with engine:
         waiter = asyncio.create_task(engine.wait_tasks())
         await asyncio.sleep(0)
@@ -272,8 +316,8 @@ async def test_stop_on_the_engines_own_thread_is_a_request_that_wait_tasks_sees(
             await collect(engine, [1])
 
 
-def test_leaving_the_loop_without_stop_ends_the_engine_and_says_so(mp: MakeEngine) -> None:  # F128
-    engine = mp()
+def test_leaving_the_loop_without_stop_ends_the_engine_and_says_so(make_engine_with_ranks: MakeEngine) -> None:  # F128
+    engine = make_engine_with_ranks()
 
     async def first() -> None:
         await engine.start_async()
@@ -288,8 +332,8 @@ def test_leaving_the_loop_without_stop_ends_the_engine_and_says_so(mp: MakeEngin
     engine.release()
 
 
-async def test_a_request_on_another_loop_is_refused(uni: MakeEngine) -> None:  # F116
-    engine = uni()
+async def test_a_request_on_another_loop_is_refused(make_engine: MakeEngine) -> None:  # F116
+    engine = make_engine()
     async with engine:
 
         def elsewhere() -> None:
@@ -299,8 +343,8 @@ async def test_a_request_on_another_loop_is_refused(uni: MakeEngine) -> None:  #
         await asyncio.to_thread(elsewhere)
 
 
-async def test_run_serves_until_stop(uni: MakeEngine) -> None:
-    engine = uni()
+async def test_run_serves_until_stop(make_engine: MakeEngine) -> None:
+    engine = make_engine()
     runner = asyncio.create_task(engine.run())
     while not engine.health().ok:
         await asyncio.sleep(0.005)
@@ -316,17 +360,15 @@ async def test_run_serves_until_stop(uni: MakeEngine) -> None:
 @pytest.mark.parametrize("manner", ["raise", "raise while the peer waits"])
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_an_error_on_a_rank_reaches_wait_tasks_and_every_request_as_itself(
-    mp: MakeEngine, rank: int, manner: str
+    make_engine_with_ranks: MakeEngine, rank: int, manner: str
 ) -> None:
-    engine = mp(max_slots=2)
+    engine = make_engine_with_ranks(max_slots=2, break_at=(150, rank, manner))
+    pids = processes(engine)
     await engine.start_async()
     waiter = asyncio.create_task(engine.wait_tasks())
-    await engine.executor.collective_rpc_async("break_at", args=(150, rank, manner))
-    running = [asyncio.create_task(collect(engine, [first], many())) for first in (100, 1000)]
-    waiting = engine.requests.post_request(RequestType.GENERATE, Generation((1,), many()))
+    running = [asyncio.create_task(collect(engine, [first], many())) for first in (100, 1000, 2000)]
     since = time.monotonic()
     outcomes = await asyncio.gather(*running, return_exceptions=True)
-    response = await waiting.receive_async()
     assert time.monotonic() - since < within(2.0)
 
     with pytest.raises(BrokenOnPurposeError) as caught:
@@ -338,13 +380,26 @@ async def test_an_error_on_a_rank_reaches_wait_tasks_and_every_request_as_itself
     for outcome in outcomes:
         assert isinstance(outcome, EngineStoppedError)
         assert outcome.__cause__ is root
-    assert response.type is ResponseType.ENGINE_STOP_ERROR
-    assert response.error is root
     with pytest.raises(EngineStoppedError) as later:
         await collect(engine, [1])
     assert later.value.__cause__ is root
     assert engine.health().reason is root
-    assert not any(psutil.pid_exists(pid) for pid in engine.executor.pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    await engine.stop_async()
+    await engine.release_async()
+
+
+async def test_a_request_of_another_type_hears_of_a_failure_too(mp: MakeEngine) -> None:
+    engine = mp(max_slots=1, break_at=(150, 0, "raise"))
+    await engine.start_async()
+    running = asyncio.create_task(collect(engine, [100], many()))
+    await asyncio.sleep(0)
+    waiting = engine.requests.post_request(RequestType.GENERATE, Generation((1,), many()))
+    response = await waiting.receive_async()
+    with pytest.raises(BrokenOnPurposeError) as caught:
+        await engine.wait_tasks()
+    assert (response.type, response.error) == (ResponseType.ENGINE_STOP_ERROR, caught.value)
+    assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], EngineStoppedError)
     await engine.stop_async()
     await engine.release_async()
 
@@ -352,13 +407,11 @@ async def test_an_error_on_a_rank_reaches_wait_tasks_and_every_request_as_itself
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("moment", ["idle", "decode", "inside a step"])
 async def test_a_killed_rank_is_named_to_every_request_and_to_wait_tasks(
-    mp: MakeEngine, rank: int, moment: str
+    make_engine_with_ranks: MakeEngine, rank: int, moment: str
 ) -> None:
-    engine = mp()
+    engine = make_engine_with_ranks(break_at=(150, rank, "kill") if moment == "inside a step" else None)
     await engine.start_async()
-    pids = engine.executor.pids
-    if moment == "inside a step":
-        await engine.executor.collective_rpc_async("break_at", args=(150, rank, "kill"))
+    pids, everything = rank_pids(engine), processes(engine)
     outputs = engine.generate([100], many(1000))
     if moment != "idle":
         await anext(outputs)
@@ -372,24 +425,23 @@ async def test_a_killed_rank_is_named_to_every_request_and_to_wait_tasks(
     assert stopped.value.__cause__ is caught.value
     assert (caught.value.rank, caught.value.pid, caught.value.signal_name) == (rank, pids[rank], "SIGKILL")
     assert time.monotonic() - since < within(2.0)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in everything)
     await engine.stop_async()
     await engine.release_async()
 
 
-async def test_the_block_raises_the_root_cause_at_its_end_if_it_did_not_raise_itself(uni: MakeEngine) -> None:
-    engine = uni()
+async def test_the_block_raises_the_root_cause_at_its_end_if_it_did_not_raise_itself(make_engine: MakeEngine) -> None:
+    engine = make_engine(break_at=(3, 0, "raise"))
     with pytest.raises(BrokenOnPurposeError):
         async with engine:
-            await engine.executor.collective_rpc_async("break_at", args=(3, 0, "raise"))
             with pytest.raises(EngineStoppedError):
                 await collect(engine, [1], many())
             with pytest.raises(BrokenOnPurposeError):
                 await engine.wait_tasks()
 
 
-async def test_cancelling_generate_at_any_moment_frees_everything(mp: MakeEngine) -> None:  # F130
-    engine = mp(max_slots=2)
+async def test_cancelling_generate_at_any_moment_frees_everything(make_engine_with_ranks: MakeEngine) -> None:  # F130
+    engine = make_engine_with_ranks(max_slots=2)
     async with engine:
         for turns in range(50):
             task = asyncio.create_task(collect(engine, [1], many(20)))
@@ -398,8 +450,7 @@ async def test_cancelling_generate_at_any_moment_frees_everything(mp: MakeEngine
             task.cancel()
             await asyncio.wait({task})
         assert ids(await collect(engine, [5], many(1))) == [6]
-        metrics = engine.metrics()
-        assert (metrics.running, metrics.waiting, engine.requests.pending) == (0, 0, 0)
+        await until(lambda: (engine.metrics().running, engine.metrics().waiting) == (0, 0))
 
 
 # -- the real model --------------------------------------------------------------------------------------------------
