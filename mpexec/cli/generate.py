@@ -94,6 +94,9 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
     show_default=True,
     help="How the processes are started.",
 )
+@click.option(
+    "--engine-process", is_flag=True, help="Run the engine in a process of its own, between this one and the ranks."
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print the processes' ids, and log, to stderr.")
 def command(prompts: tuple[str, ...], model: str | None, file: str | None, **options: Any) -> None:
     """Continue prompts with a language model that is split over several processes.

@@ -29,6 +29,24 @@ _SLOTS = 8
 _IN_FLIGHT = 256  # prompts handed to the engine at once
 
 
+AnyEngine = Any  # an `Engine`, or a `ZMQEngine`, which has its face and needs an extra
+
+
+def engine_class(*, own_process: bool) -> Any:
+    """The engine to load a model with.
+
+    Raises:
+        ConfigError: An engine in a process of its own needs packages that are not installed.
+    """
+    if not own_process:
+        return Engine
+    try:
+        from mpexec.mp_engine.zmq_engine import ZMQEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'mpexec[zmq]'") from error
+    return ZMQEngine
+
+
 @dataclass(slots=True)
 class Answer:
     """One prompt and what has been generated so far; `changed` is set with every piece."""
@@ -92,6 +110,7 @@ class Job:
     params: SamplingParams
     plan: ModelPlan
     start_method: str
+    engine_process: bool
     stream: bool
     as_json: bool
     verbose: bool
@@ -149,7 +168,7 @@ class Job:
         if self.verbose:
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         with progress(f"loading {self.plan.facts.path.name} on {self.plan.tp} ranks"):
-            engine = await Engine.from_pretrained_async(
+            engine = await engine_class(own_process=self.engine_process).from_pretrained_async(
                 self.plan.facts.path,
                 self.plan.tp,
                 # Processes also for one rank: importing torch here would hold up Ctrl-C.
@@ -175,12 +194,12 @@ class Job:
             finally:
                 await engine.release_async()
 
-    def _tell_pids(self, engine: Engine) -> None:
+    def _tell_pids(self, engine: AnyEngine) -> None:
         if self.verbose:
-            for rank, pid in enumerate(engine.executor.pids):
+            for rank, pid in enumerate(engine.rank_pids):
                 complain(f"rank {rank} is process {pid}")
 
-    async def _serve(self, engine: Engine, writer: StdoutWriter) -> None:
+    async def _serve(self, engine: AnyEngine, writer: StdoutWriter) -> None:
         began = time.monotonic()
         tasks = [asyncio.create_task(self._generate(engine, answer)) for answer in self.answers]
         try:
@@ -192,7 +211,7 @@ class Job:
         tokens = sum(len(answer.token_ids) for answer in self.answers)
         complain(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
 
-    async def _generate(self, engine: Engine, answer: Answer) -> None:
+    async def _generate(self, engine: AnyEngine, answer: Answer) -> None:
         try:
             async for output in engine.generate(answer.prompt_token_ids, self.params):
                 answer.pieces.append(output.text)

@@ -265,6 +265,11 @@ class Engine(TaskOwner):
         """The model and its limits."""
         return self._plan
 
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """Process ids of the ranks, index = rank."""
+        return self.executor.pids
+
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> AsyncGenerator[GenerationOutput, None]:

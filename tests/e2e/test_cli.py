@@ -360,6 +360,47 @@ def test_a_killed_rank_is_named_in_one_message_within_two_seconds(rank: int) -> 
         assert no_process_left(ranks)
 
 
+def test_an_engine_in_a_process_of_its_own_gives_the_same_answers(four_answers: list[dict[str, object]]) -> None:
+    done = run("generate", "--engine-process", "--json", "--max-new-tokens", "24", "--ignore-eos", *FOUR)
+    assert done.returncode == 0, done.stderr
+    assert answers(done.stdout) == four_answers
+    assert re.fullmatch(r"mpexec: 96 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n", done.stderr)
+
+
+@pytest.mark.parametrize("victim", ["engine", "rank"])
+def test_a_kill_behind_an_engine_process_is_named_in_one_message_within_two_seconds(victim: str) -> None:
+    with running(*ENDLESS, "--engine-process") as process:
+        (engine,) = ranks_of(process, 1)
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        everybody = [engine, *(child.pid for child in psutil.Process(engine).children())]
+        assert len(everybody) == 3
+        pid = engine if victim == "engine" else everybody[1]
+        since = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        returncode, stderr, took = end_of(process, since)
+        assert returncode == 1
+        (line,) = stderr.splitlines()
+        assert line.startswith("mpexec: WorkerDiedError: ")
+        assert f"(pid {pid}) killed by SIGKILL" in line
+        assert took < within(2.0)
+        assert no_process_left(everybody)
+
+
+def test_ctrl_c_ends_an_engine_process_too() -> None:
+    with running(*ENDLESS, "--engine-process") as process:
+        (engine,) = ranks_of(process, 1)
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        everybody = [engine, *(child.pid for child in psutil.Process(engine).children())]
+        since = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        returncode, stderr, took = end_of(process, since)
+        assert (returncode, stderr) == (130, "")
+        assert took < within(1.0)
+        assert no_process_left(everybody)
+
+
 def test_a_rank_killed_while_loading_is_named_and_ends_it() -> None:
     with running(*ENDLESS) as process:
         ranks = ranks_of(process)

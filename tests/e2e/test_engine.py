@@ -103,12 +103,8 @@ async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def rank_pids(engine: Any) -> tuple[int, ...]:
-    return tuple(engine.rank_pids if isinstance(engine, ZMQEngine) else engine.executor.pids)
-
-
 def processes(engine: Any) -> list[int]:
-    return [*rank_pids(engine), *([engine.pid] if isinstance(engine, ZMQEngine) else [])]
+    return [*engine.rank_pids, *([engine.pid] if isinstance(engine, ZMQEngine) else [])]
 
 
 def many(new: int = 500, **fields: Any) -> SamplingParams:
@@ -411,7 +407,7 @@ async def test_a_killed_rank_is_named_to_every_request_and_to_wait_tasks(
 ) -> None:
     engine = make_engine_with_ranks(break_at=(150, rank, "kill") if moment == "inside a step" else None)
     await engine.start_async()
-    pids, everything = rank_pids(engine), processes(engine)
+    pids, everything = engine.rank_pids, processes(engine)
     outputs = engine.generate([100], many(1000))
     if moment != "idle":
         await anext(outputs)
