@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpexec.agent.base import ModelAgent
     from mpexec.config import EngineConfig, Topology, WorkerSpec
+    from mpexec.engine.blocking import BlockingEngine
     from mpexec.engine.engine import Engine, SamplingParams
     from mpexec.errors import (
         ConfigError,
+        ConnectionLostError,
         EngineStoppedError,
         ExecutorBrokenError,
         ExecutorStoppedError,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from mpexec.executor.base import Executor, State
     from mpexec.executor.mp import MPExecutor
     from mpexec.executor.uni import UniExecutor
+    from mpexec.mp_engine.engine_client import EngineClient
+    from mpexec.mp_engine.zmq_engine import ZMQEngine
     from mpexec.processes import shutdown_fork_server
     from mpexec.worker.base_worker import BaseWorker
 
@@ -41,16 +45,19 @@ __version__ = "0.1.0"
 _HOMES = {
     "agent.base": ("ModelAgent",),
     "config": ("EngineConfig", "Topology", "WorkerSpec"),
+    "engine.blocking": ("BlockingEngine",),
     "engine.engine": ("Engine", "SamplingParams"),
     "errors": (
-        "ConfigError", "EngineStoppedError", "ExecutorBrokenError", "ExecutorStoppedError", "MpexecError",
-        "QueueFullError", "RPCTimeoutError", "RemoteError", "RemoteTraceback", "SerializationError", "StartupError",
-        "TaskEndedError", "TransportError", "WorkerDiedError", "WrongStateError",
+        "ConfigError", "ConnectionLostError", "EngineStoppedError", "ExecutorBrokenError", "ExecutorStoppedError",
+        "MpexecError", "QueueFullError", "RPCTimeoutError", "RemoteError", "RemoteTraceback", "SerializationError",
+        "StartupError", "TaskEndedError", "TransportError", "WorkerDiedError", "WrongStateError",
     ),
     "executor": ("build_executor",),
     "executor.base": ("Executor", "State"),
     "executor.mp": ("MPExecutor",),
     "executor.uni": ("UniExecutor",),
+    "mp_engine.engine_client": ("EngineClient",),
+    "mp_engine.zmq_engine": ("ZMQEngine",),
     "processes": ("shutdown_fork_server",),
     "worker.base_worker": ("BaseWorker",),
 }  # fmt: skip
@@ -58,8 +65,11 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BaseWorker",
+    "BlockingEngine",
     "ConfigError",
+    "ConnectionLostError",
     "Engine",
+    "EngineClient",
     "EngineConfig",
     "EngineStoppedError",
     "Executor",
@@ -83,6 +93,7 @@ __all__ = [
     "WorkerDiedError",
     "WorkerSpec",
     "WrongStateError",
+    "ZMQEngine",
     "build_executor",
     "shutdown_fork_server",
 ]

@@ -124,7 +124,7 @@ class _EngineProcess:
 
     def _say_ready(self, server: AsyncRPCServer) -> None:
         plan = self._engine.plan
-        self._lane.send(("ready", server.address, plan.facts, plan.tp, plan.max_length, self._engine.executor.pids))
+        self._lane.send(("ready", server.address, plan.facts, plan.tp, plan.max_length, self._engine.rank_pids))
 
     async def _serve(self, service: EngineService, server: AsyncRPCServer) -> int:
         """Wait for the first reason to end, and for what runs if that reason leaves time for it."""

@@ -17,6 +17,7 @@ EXPECTED = {
     "class Doubler": "[40, 41]\n",
     "class Shards": "[1999999000000.0, 5999999000000.0]\nmissing: (0, 1)\n",
     "class Picky": "RemoteTraceback\n[7, 7]\n",
+    "BlockingEngine(": "",
     "Engine.from_pretrained": "",
 }
 
