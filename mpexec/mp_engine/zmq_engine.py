@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,8 @@ class ZMQEngine(EngineClient):
         super().__init__(self._process.address, keys=client_keys)
         self._plan = self._process.plan
         self._dead = asyncio.Event()
+        # An engine that nobody refers to is released, as one that lives to the end of the interpreter is.
+        self._finalizer = weakref.finalize(self, _end_process, self._process, min(stop_timeout, 2.0))
 
     @classmethod
     def from_pretrained(
@@ -181,7 +184,8 @@ class ZMQEngine(EngineClient):
     # -- verbs ---------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        self._process.end(Deadline.after(self._stop_timeout))
+        _end_process(self._process, self._stop_timeout)
+        self._finalizer.detach()
 
     def stop(self) -> None:
         """Stop the engine; every open request hears of it.
@@ -209,6 +213,10 @@ class ZMQEngine(EngineClient):
             self._released = True
             self._process.on_death(None)
             await in_thread(self._end, name="mpexec-release")
+
+
+def _end_process(process: EngineProcess, seconds: float) -> None:
+    process.end(Deadline.after(seconds))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

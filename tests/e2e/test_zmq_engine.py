@@ -365,6 +365,34 @@ async def test_the_end_of_the_parent_ends_the_engine_and_its_ranks_and_the_next_
     assert not folder.exists()
 
 
+FORGETFUL = """
+import gc, sys
+sys.path.insert(0, sys.argv[1])
+from engine_agents import mp_engine
+from mpexec.mp_engine.zmq_engine import ZMQEngine
+
+if __name__ == "__main__":
+    first = ZMQEngine(mp_engine)
+    print(first.pid, *first.rank_pids, first.address, flush=True)
+    del first
+    gc.collect()
+    second = ZMQEngine(mp_engine)
+    print(second.pid, *second.rank_pids, second.address, flush=True)
+"""
+
+
+def test_an_engine_that_is_forgotten_or_there_at_the_end_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "forgetful.py"
+    script.write_text(FORGETFUL)
+    command = [sys.executable, str(script), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in done.stdout.splitlines():
+        *pids, address = line.split()
+        assert not alive(*map(int, pids))
+        assert not Path(address.removeprefix("ipc://")).parent.exists()
+
+
 # -- where it is used ------------------------------------------------------------------------------------------------
 
 
