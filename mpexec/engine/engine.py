@@ -25,6 +25,7 @@ __all__ = ["Engine", "GenerationOutput", "Health", "Metrics", "SamplingParams"]
 
 _DEFAULT_MAX_LENGTH = 4096  # of a model whose own limit is larger: the cache has room for every slot at full length
 _EXECUTOR_SHARE = 0.8  # of the stop timeout, so that the executor's ladder ends before the engine's patience
+_FAILURE_GRACE_S = 0.3  # ranks are at one step together: a peer that has not answered by then sits in a collective
 _LOOP_PATIENCE_S = 1.0  # for a busy event loop to notice a stop from another thread
 
 Backend = Literal["auto", "uni", "mp"]
@@ -158,7 +159,11 @@ class ModelPlan:
             world_size=self.tp,
             agent_args=(str(self.facts.path.resolve()),),
             agent_kwargs={"max_slots": config.max_slots, "max_length": self.max_length, "dtype": dtype},
-            **{"stop_timeout": config.stop_timeout * _EXECUTOR_SHARE, **fields},
+            **{
+                "stop_timeout": config.stop_timeout * _EXECUTOR_SHARE,
+                "failure_grace": _FAILURE_GRACE_S,
+                **fields,
+            },
         )
 
     def scheduler(self, config: EngineConfig, first_step: int) -> Scheduler:

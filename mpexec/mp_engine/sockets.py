@@ -1,8 +1,8 @@
 """ZMQ sockets on an event loop, and where they meet: a folder that only this user can enter, or TCP with keys.
 
 `zmq.asyncio` makes a future for every message; here a message is handed to a function, so a turn of the loop may take
-many. libzmq's descriptor is edge-triggered: it tells once that something has changed. So everything is read until
-nothing is left, and after every sending the socket is asked again.
+many. libzmq's descriptor is edge-triggered: it tells once that something has changed, and any use of the socket may
+take that from it. So everything is read until nothing is left, and after every sending the socket is asked again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import os
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,8 @@ from mpexec.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _TURN_MESSAGES = 64  # taken in a row before the loop's other callbacks get their turn
+_HEARTBEAT_MS = 5_000  # over TCP; libzmq's own thread sends and answers them, however busy the loop is
+_SILENCE_MS = 30_000  # after which the other side has vanished
 _LONGEST_PATH = 100  # a unix socket's path has 107 bytes at most
 _PREFIX = "mpexec-engine-"
 _NEW_PREFIX = "mpexec-newborn-"
@@ -37,7 +38,7 @@ class LoopSocket:
     """A socket whose messages are handed to `receive` on the running loop.
 
     Args:
-        socket: Owned from now on.
+        socket: Owned from now on. It takes whatever is sent: SNDHWM is 0, or its traffic cannot reach it.
         receive: Called with the parts of each message. What it raises ends the loop's callback, not the socket.
     """
 
@@ -45,55 +46,36 @@ class LoopSocket:
         self._socket = socket
         self._receive = receive
         self._loop = asyncio.get_running_loop()
-        self._backlog: deque[list[bytes]] = deque()
         self._scheduled = False
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._turn)
         self._schedule()
 
     def send(self, parts: list[bytes]) -> None:
-        """Send a message now, or in order once the other side takes it.
+        """Send a message; once closed, drop it.
 
         Raises:
             zmq.ZMQError: For a ROUTER with EHOSTUNREACH: the client has gone.
         """
-        if self._backlog:
-            self._backlog.append(parts)
+        if self._socket.closed:
             return
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.Again:
-            self._backlog.append(parts)
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # sending may have used up the edge
-            self._schedule()
+        finally:
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # sending may have used up the edge
+                self._schedule()
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._turn)
-
-    def _turn(self) -> None:
-        self._scheduled = False
-        self._flush()
-        for _ in range(_TURN_MESSAGES):
+    def read(self, at_most: int = _TURN_MESSAGES) -> bool:
+        """Hand over messages that have arrived; False once there are no more."""
+        for _ in range(at_most):
             if self._socket.closed:
-                return
+                return False
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             self._receive(parts)
-        self._schedule()
-
-    def _flush(self) -> None:
-        while self._backlog and not self._socket.closed:
-            try:
-                self._socket.send_multipart(self._backlog[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except zmq.ZMQError as error:
-                logger.debug("a message was for somebody who has gone: %s", error)
-            self._backlog.popleft()
+        return True
 
     def close(self, linger_ms: int = 0) -> None:
         """Stop watching and close; again changes nothing. Whatever is unsent after `linger_ms` is dropped."""
@@ -102,6 +84,20 @@ class LoopSocket:
         if not self._loop.is_closed():
             self._loop.remove_reader(self._fd)
         self._socket.close(linger_ms)
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        more = True  # also after an error: no edge will tell of what is left
+        try:
+            more = self.read()
+        finally:
+            if more:
+                self._schedule()
 
 
 def watch_disconnections(socket: zmq.Socket[bytes], tell: Callable[[], None]) -> LoopSocket:
@@ -149,6 +145,7 @@ def _make_folder() -> Path:
     refusals = []
     for parent in dict.fromkeys((os.environ.get("TMPDIR") or "/tmp", "/tmp", "/dev/shm", "/var/tmp")):
         try:
+            parent = os.path.abspath(parent)
             if len(os.fsencode(parent)) + len(_NEW_PREFIX) + len("/12345678/socket") > _LONGEST_PATH:
                 raise OSError(f"{parent}: too long for a unix socket")
             return Path(tempfile.mkdtemp(prefix=_NEW_PREFIX, dir=parent))  # mode 0700
@@ -215,6 +212,12 @@ def check_address(address: str, keys: ServerKeys | ClientKeys | None) -> None:
         raise ConfigError(f"address={address!r}: TCP is open to everybody; give CURVE keys, see make_keys()")
 
 
+def _expect_heartbeats(socket: zmq.Socket[bytes]) -> None:
+    """A process that ends closes its connections; a machine or a network that is lost closes none."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+
+
 def use_server_keys(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: ServerKeys) -> LoopSocket:
     """Make `socket`, before it is bound, accept the clients of `keys` only; the socket that answers for it comes back.
 
@@ -233,6 +236,7 @@ def use_server_keys(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, b"mpexec")
+    _expect_heartbeats(socket)
     return answering
 
 
@@ -241,3 +245,4 @@ def use_client_keys(socket: zmq.Socket[bytes], keys: ClientKeys) -> None:
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+    _expect_heartbeats(socket)

@@ -5,7 +5,8 @@ holds until it has ended, and nothing is sent of it afterwards. A stream sends a
 credit for, then waits: a slow reader holds its generator back, nothing is joined or dropped, no queue grows.
 
 A client that dies is noticed when its connection closes: libzmq tells that a connection was lost, though not whose,
-so the server then sends every client an empty frame, which for one that has gone is refused.
+so the server then sends every client an empty frame, which for one that has gone is refused. What such a client had
+still sent is not begun: a client is greeted with an empty frame before its first request is looked at.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import pickle
+import os
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from types import GenericAlias
 from typing import Any, get_type_hints
 
 import msgspec
@@ -33,17 +35,17 @@ from mpexec.errors import (
     WrongStateError,
 )
 from mpexec.executor.threads import in_thread
-from mpexec.messages import unpicklable
 from mpexec.mp_engine.frames import (
     CANCELLED,
     CLOSED,
     END,
     FAILED,
     ITEM,
+    MAX_CREDIT,
+    MAX_METHOD,
     NEWS,
     REPLY,
     WELCOME,
-    BoxedError,
     Call,
     Cancel,
     Hello,
@@ -51,8 +53,14 @@ from mpexec.mp_engine.frames import (
     More,
     Request,
     box_error,
+    decode_arguments,
+    decode_items,
     decode_requests,
+    dump_value,
+    encode_arguments,
+    encode_items,
     encode_requests,
+    load_value,
     unbox_error,
 )
 from mpexec.mp_engine.sockets import (
@@ -64,17 +72,20 @@ from mpexec.mp_engine.sockets import (
     use_server_keys,
     watch_disconnections,
 )
-from mpexec.tasks import TaskOwner, cancel_async_tasks
-from mpexec.transport.frame import dumps
+from mpexec.tasks import TaskOwner, TaskSet, cancel_async_tasks
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
+_FRAME_BYTES = 1 << 20  # of requests that travel together
+_REQUEST_BYTES = 64  # at most, without texts
+_MOST_ARGUMENTS = MAX_FRAME_BYTES - 2 * _FRAME_BYTES  # what travels with them has room
 _HARD_LIMIT = 2 * MAX_FRAME_BYTES  # above it, libzmq itself drops the connection
 _LAST_WORDS_MS = 500  # for what has been sent to reach the clients when the server closes
-_PROBE_AGAIN_S = (0.05, 0.3)  # after a lost connection: libzmq may tell of it before it refuses to send there
+_PROBE_AGAIN_S = (0.05, 0.3, 2.0)  # after a lost connection: libzmq may tell of it before it refuses to send there
 _MAX_CALLS = 10_000  # of one client at once
 _DEFAULT_CREDIT = 64
+_ROW_ITEMS = 64  # that a stream sends in a row before the loop's other callbacks get their turn
 
 
 class _Method:
@@ -84,7 +95,12 @@ class _Method:
         self.function = function
         self.is_stream = inspect.isasyncgenfunction(function)
         self._signature = inspect.signature(function)
-        self._hints = get_type_hints(function)
+        self._types = get_type_hints(function)
+        for name, parameter in self._signature.parameters.items():  # these are annotated with the type of one
+            if name in self._types and parameter.kind is parameter.VAR_POSITIONAL:
+                self._types[name] = GenericAlias(tuple, (self._types[name], ...))
+            elif name in self._types and parameter.kind is parameter.VAR_KEYWORD:
+                self._types[name] = GenericAlias(dict, (str, self._types[name]))
 
     def bind(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call it with arguments turned into what its annotations say.
@@ -95,26 +111,47 @@ class _Method:
         try:
             bound = self._signature.bind(*args, **kwargs)
             for name, value in bound.arguments.items():
-                if name in self._hints:
-                    bound.arguments[name] = msgspec.convert(value, self._hints[name])
+                if name in self._types:
+                    bound.arguments[name] = msgspec.convert(value, self._types[name])
         except (TypeError, msgspec.ValidationError) as error:
             if isinstance(error.__cause__, MpexecError):  # a dataclass's own check, for example of a temperature
-                raise error.__cause__ from None
+                raise error.__cause__ from error.__cause__.__cause__
             raise ConfigError(f"{self.function.__name__}: {error}") from error
         return self.function(*bound.args, **bound.kwargs)
+
+
+class _MethodExitedError(MpexecError):
+    """A method raised what is no `Exception`. Inside a task it cannot travel as itself: it would end the loop."""
+
+    leaving: BaseException
+
+
+@contextmanager
+def _exits_as_themselves() -> Iterator[None]:
+    try:
+        yield
+    except _MethodExitedError as exited:
+        raise exited.leaving from exited.leaving.__cause__
 
 
 class _ServerCall:
     """One call or stream that runs on the server."""
 
-    __slots__ = ("cancelled", "credit", "id", "room", "task")
+    __slots__ = ("cancelled", "credit", "id", "peer", "room", "task")
 
-    def __init__(self, call_id: int, credit: int) -> None:
+    def __init__(self, peer: _Peer, call_id: int, credit: int) -> None:
+        self.peer = peer
         self.id = call_id
         self.credit = credit
         self.room = asyncio.Event()
-        self.cancelled = False
-        self.task: asyncio.Task[None] | None = None
+        self.cancelled = False  # by its client, or because that has gone
+        self.task: asyncio.Task[Item] | None = None
+
+    def cancel(self) -> None:
+        """Ask its task to end; once, so that its clean-up is not cut short."""
+        if not self.cancelled and self.task is not None:
+            self.cancelled = True
+            self.task.cancel()
 
 
 class _Peer:
@@ -138,7 +175,9 @@ class AsyncRPCServer(TaskOwner):
         keys: For TCP.
 
     Attributes:
-        refused: Frames that were malformed, oversized or foreign; counted, answered where possible, dropped.
+        address: Where it listens, with the port that was found where none was given.
+        refused: Frames and arguments that were malformed, oversized or foreign; counted, answered where possible,
+            dropped.
     """
 
     def __init__(self, address: str, *, keys: ServerKeys | None = None) -> None:
@@ -148,9 +187,11 @@ class AsyncRPCServer(TaskOwner):
         self._keys = keys
         self._methods: dict[str, _Method] = {}
         self._peers: dict[bytes, _Peer] = {}
+        self._calls: set[_ServerCall] = set()  # also those of clients that have gone, until they have ended
         self._sockets: list[LoopSocket] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._flush_planned = False
+        self._farewell: Item | None = None
         self.address = ""
         self.refused = 0
 
@@ -165,64 +206,93 @@ class AsyncRPCServer(TaskOwner):
     @property
     def open_calls(self) -> int:
         """Calls and streams that run now, of all clients."""
-        return sum(len(peer.calls) for peer in self._peers.values())
+        return len(self._calls)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def _open(self, tasks: Any) -> None:
-        self._context = zmq.Context()
-        router = self._context.socket(zmq.ROUTER)
-        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def _open(self, tasks: TaskSet) -> None:
+        self._forget_closed_loop()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router = context.socket(zmq.ROUTER)
         try:
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.SNDHWM, 0)  # credit bounds what a client can be owed
             router.setsockopt(zmq.MAXMSGSIZE, _HARD_LIMIT)
             if self._keys is not None:
-                self._sockets.append(use_server_keys(self._context, router, self._keys))
+                self._sockets.append(use_server_keys(context, router, self._keys))
             try:
                 router.bind(self._wanted_address)
-            except zmq.ZMQError as error:
+                self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+                if self.address.startswith("ipc://"):
+                    os.chmod(self.address.removeprefix("ipc://"), 0o600)  # whatever the umask and the folder are
+            except (zmq.ZMQError, OSError) as error:
                 raise ConfigError(f"cannot listen at {self._wanted_address!r}: {error}") from error
-            self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
         except BaseException:
             router.close(0)
             self._close_sockets()
-            self._context.term()
+            context.term()
             raise
+        self._context = context
         self._router = LoopSocket(router, self._on_message)
         self._sockets += [watch_disconnections(router, self._on_lost_connection), self._router]
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         tasks.start(self._until_fatal(), name="serve")
+
+    def _forget_closed_loop(self) -> None:
+        """Whatever a loop left behind that was closed before `stop`."""
+        self._close_sockets(linger_ms=0)
+        self._calls.clear()
+        self._flush_planned, self._farewell = False, None
+        if self._context is not None:
+            self._context.term()
 
     async def _until_fatal(self) -> None:
         await self._fatal
 
-    async def _close(self) -> None:
-        await self._end_calls()
-        self.say_closed(None)
-        self._close_sockets()
-        context, self._context = self._context, None
-        if context is not None:  # waits for the last words, as long as the router lingers
-            await in_thread(context.term, name="mpexec-rpc-close")
+    async def wait_tasks(self) -> None:
+        """Wait until the server fails, and raise its error; return only after `stop`.
 
-    async def _end_calls(self) -> None:
-        tasks = [call.task for peer in self._peers.values() for call in peer.calls.values() if call.task is not None]
-        await cancel_async_tasks(tasks)
+        Raises:
+            BaseException: What a method raised that is no `Exception`.
+        """
+        with _exits_as_themselves():
+            await super().wait_tasks()
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with _exits_as_themselves():
+            await super().__aexit__(kind, error, trace)
+
+    async def _close(self) -> None:
+        self.say_closed(None)
+        try:
+            await cancel_async_tasks([call.task for call in self._calls if call.task is not None])
+        finally:
+            self._close_sockets()
+            context, self._context = self._context, None
+            if context is not None:  # waits for the last words, as long as the router lingers
+                await in_thread(context.term, name="mpexec-rpc-close")
 
     def say_closed(self, error: BaseException | None) -> None:
-        """Tell every client that nothing more will come; the first call counts for them."""
-        box = None if error is None else box_error(error)
-        for peer in list(self._peers.values()):
-            self._put(peer, (CLOSED, 0, box))
-        self._flush()
+        """Tell every client, also one that comes later, that nothing more will come; the first call counts."""
+        if self._farewell is None:
+            self._farewell = (CLOSED, 0, b"" if error is None else dump_value(box_error(error)))
+            for peer in self._peers.values():
+                self._put(peer, self._farewell)
+            self._flush()
 
     def publish(self, news: Any) -> None:
-        """Send something that nobody has asked for to every client."""
-        for peer in list(self._peers.values()):
-            self._put(peer, (NEWS, 0, news))
+        """Send something that nobody has asked for to every client.
 
-    def _close_sockets(self) -> None:
+        Raises:
+            SerializationError: It cannot be pickled.
+        """
+        item = NEWS, 0, dump_value(news)
+        for peer in self._peers.values():
+            self._put(peer, item)
+
+    def _close_sockets(self, linger_ms: int = _LAST_WORDS_MS) -> None:
         for socket in self._sockets:
-            socket.close(_LAST_WORDS_MS)
+            socket.close(linger_ms)
         self._sockets.clear()
         self._peers.clear()
 
@@ -236,38 +306,42 @@ class AsyncRPCServer(TaskOwner):
             if len(parts[1]) > MAX_FRAME_BYTES:
                 raise TransportError(f"a frame of {len(parts[1])} bytes; at most {MAX_FRAME_BYTES} are taken")
             requests = decode_requests(parts[1])
-        except (MpexecError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except Exception as error:  # whatever the decoder makes of a stranger's bytes
             self._refuse(identity, error)
             return
         peer = self._peers.get(identity)
         if peer is None:
             peer = self._peers[identity] = _Peer(identity)
-        for request in requests:
-            self._take(peer, request)
+            self._send(peer, b"")  # drops it if it has gone since: nobody would ever tell again
+        if identity in self._peers:
+            for request in requests:
+                self._take(peer, request)
 
     def _refuse(self, identity: bytes, error: Exception) -> None:
         self.refused += 1
         logger.warning("a frame was refused: %s", error)
-        refusal = TransportError(f"the frame was refused: {error}")
-        self._flush_peer(self._peers.get(identity) or _Peer(identity), [(FAILED, 0, box_error(refusal))])
+        peer = self._peers.get(identity) or _Peer(identity)
+        for frame in encode_items([_failed(0, TransportError(f"the frame was refused: {error}"))]):
+            self._send(peer, frame)
 
     def _take(self, peer: _Peer, request: Request) -> None:
-        if isinstance(request, Call):
-            self._start_call(peer, request)
-        elif isinstance(request, More):
+        if isinstance(request, More):
             call = peer.calls.get(request.id)
             if call is not None:
-                call.credit += request.count
+                call.credit = min(call.credit + request.count, MAX_CREDIT)
                 call.room.set()
         elif isinstance(request, Cancel):
             call = peer.calls.get(request.id)
-            if call is None or call.task is None:
-                self._put(peer, (CANCELLED, request.id, None))  # it had ended by itself
+            if call is not None:
+                call.cancel()
             else:
-                call.cancelled = True
-                call.task.cancel()
+                self._put(peer, (CANCELLED, request.id, b""))  # it had ended by itself
+        elif self._farewell is not None:
+            self._put(peer, self._farewell)
+        elif isinstance(request, Call):
+            self._start_call(peer, request)
         else:
-            self._put(peer, (WELCOME, 0, None))
+            self._put(peer, (WELCOME, 0, b""))
 
     def _start_call(self, peer: _Peer, request: Call) -> None:
         try:
@@ -280,55 +354,86 @@ class AsyncRPCServer(TaskOwner):
                 raise WrongStateError(f"a client may have {_MAX_CALLS} calls in flight", state="full")
             if method.is_stream != (request.credit is not None):
                 raise TypeError(f"{request.method!r} is {'a stream' if method.is_stream else 'no stream'}")
-            work = method.bind(request.args, request.kwargs)
-        except Exception as error:  # of the arguments, or of a plain function: it belongs to this call
-            self._put(peer, (FAILED, request.id, box_error(error)))
+            work = method.bind(*self._arguments(request))
+            if not (method.is_stream or inspect.isawaitable(work)):
+                self._put(peer, (REPLY, request.id, dump_value(work)))
+                return
+        except BaseException as error:  # of the arguments, or of a plain function: it belongs to this call
+            self._put(peer, self._fail(request.id, error))
             return
-        if not (method.is_stream or inspect.isawaitable(work)):
-            self._put(peer, (REPLY, request.id, work))
-            return
-        call = _ServerCall(request.id, request.credit or 0)
+        call = _ServerCall(peer, request.id, request.credit or 0)
         peer.calls[request.id] = call
-        body = self._run_stream(peer, call, work) if method.is_stream else self._run_call(call, work)
+        self._calls.add(call)
         call.task = asyncio.get_running_loop().create_task(
-            self._bounded(peer, call, body, request), name=f"rpc {request.method} {request.id}"
+            self._run(call, work, request), name=f"rpc {request.method} {request.id}"
         )
+        call.task.add_done_callback(lambda task: self._on_done(call, work, task))
 
-    async def _bounded(self, peer: _Peer, call: _ServerCall, body: Awaitable[Item], request: Call) -> None:
-        """Run a call to its end, whatever that is; the client hears of it once, as the last thing of this call."""
-        last: Item = (CANCELLED, call.id, None)
+    def _arguments(self, request: Call) -> tuple[list[Any], dict[str, Any]]:
+        try:
+            return decode_arguments(request.arguments)
+        except Exception as error:  # whatever the decoder makes of a stranger's bytes
+            self.refused += 1
+            raise TransportError(f"the arguments of {request.method!r} were refused: {error}") from error
+
+    async def _run(self, call: _ServerCall, work: Any, request: Call) -> Item:
+        """Run a call to its end, whatever that is.
+
+        Returns:
+            The last that its client hears of it.
+        """
         try:
             async with asyncio.timeout(request.timeout) as limit:
-                last = await body
-        except asyncio.CancelledError:
-            if not call.cancelled:  # by the method itself, or because the server stops
-                last = (FAILED, call.id, box_error(asyncio.CancelledError(f"{request.method!r} was cancelled")))
+                if request.credit is None:
+                    return REPLY, call.id, dump_value(await work)
+                await self._pump(call, work)
+                return END, call.id, b""
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
         except BaseException as error:
             late = isinstance(error, TimeoutError) and limit.expired()
-            told = _timed_out(request.method, request.timeout) if late else error
-            last = (FAILED, call.id, box_error(told))
-            if not isinstance(error, Exception) and not self._fatal.done():
-                self._fatal.set_exception(error)
-        finally:
-            del peer.calls[call.id]
-            self._put(peer, last)
+            return self._fail(call.id, _timed_out(request.method, request.timeout) if late else error)
 
-    async def _run_call(self, call: _ServerCall, work: Awaitable[Any]) -> Item:
-        return REPLY, call.id, await work
-
-    async def _run_stream(self, peer: _Peer, call: _ServerCall, work: AsyncGenerator[Any, None]) -> Item:
+    async def _pump(self, call: _ServerCall, work: AsyncGenerator[Any, None]) -> None:
+        row = 0
         async with aclosing(work):
             async for item in work:
-                self._put(peer, (ITEM, call.id, item))
+                self._put(call.peer, (ITEM, call.id, dump_value(item)))
                 call.credit -= 1
+                row += 1
                 while call.credit <= 0:
+                    row = 0
                     call.room.clear()
                     await call.room.wait()
-        return END, call.id, None
+                if row >= _ROW_ITEMS:
+                    row = 0
+                    await asyncio.sleep(0)
+
+    def _on_done(self, call: _ServerCall, work: Any, task: asyncio.Task[Item]) -> None:
+        self._calls.discard(call)
+        call.peer.calls.pop(call.id, None)
+        if inspect.iscoroutine(work):
+            work.close()  # where it was cancelled before its first step
+        if call.cancelled:  # the answer to a `Cancel`, whatever came of it
+            self._put(call.peer, (CANCELLED, call.id, b""))
+        elif task.cancelled():  # by the method itself, or because the server stops
+            name = task.get_name()
+            self._put(call.peer, _failed(call.id, asyncio.CancelledError(f"{name} was cancelled on the server")))
+        else:
+            self._put(call.peer, task.result())
+
+    def _fail(self, call_id: int, error: BaseException) -> Item:
+        """What the client of a failed call hears; an exit is told to the owner of the server, too."""
+        exits = not isinstance(error, Exception | asyncio.CancelledError)
+        if exits and not self._fatal.done():
+            self._fatal.set_exception(_MethodExitedError(f"a method raised {error!r}", leaving=error))
+            self._fatal.exception()  # whoever waits gets it; while the server stops nobody does
+        return _failed(call_id, error)
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def _put(self, peer: _Peer, item: Item) -> None:
+        """Send with whatever else becomes ready in this turn of the loop."""
         peer.outgoing.append(item)
         if not self._flush_planned:
             self._flush_planned = True
@@ -339,30 +444,12 @@ class AsyncRPCServer(TaskOwner):
         for peer in list(self._peers.values()):
             if peer.outgoing:
                 items, peer.outgoing = peer.outgoing, []
-                self._flush_peer(peer, items)
+                for frame in encode_items(items):
+                    self._send(peer, frame)
 
-    def _flush_peer(self, peer: _Peer, items: list[Item]) -> None:
+    def _send(self, peer: _Peer, frame: bytes) -> None:
         try:
-            payload = dumps(items)
-        except Exception:  # one of them cannot be pickled: it fails its own call, the others travel
-            payload = dumps([self._picklable(peer, item) for item in items])
-        self._send(peer, payload)
-
-    def _picklable(self, peer: _Peer, item: Item) -> Item:
-        """The item, or the failure of its call where it cannot be pickled."""
-        try:
-            dumps(item)
-        except Exception as error:
-            call = peer.calls.get(item[1])
-            if call is not None and call.task is not None:
-                call.cancelled = True
-                call.task.cancel()
-            return FAILED, item[1], box_error(unpicklable(item[2], error, "a value for a client of the engine process"))
-        return item
-
-    def _send(self, peer: _Peer, payload: bytes) -> None:
-        try:
-            self._router.send([peer.identity, payload])
+            self._router.send([peer.identity, frame])
         except zmq.ZMQError as error:
             logger.debug("a client has gone: %s", error)
             self._drop(peer)
@@ -375,47 +462,58 @@ class AsyncRPCServer(TaskOwner):
 
     def _probe(self) -> None:
         """Find out which clients have gone: sending there is refused."""
-        if self._context is not None:
-            for peer in list(self._peers.values()):
-                self._send(peer, b"")
+        for peer in list(self._peers.values()):
+            self._send(peer, b"")
 
     def _drop(self, peer: _Peer) -> None:
         """A client has gone: nobody waits for its calls any more."""
         self._peers.pop(peer.identity, None)
         peer.outgoing.clear()
         for call in list(peer.calls.values()):
-            call.cancelled = True
-            if call.task is not None:
-                call.task.cancel()
+            call.cancel()
 
 
 class _ClientCall:
     """One call or stream that a client waits for."""
 
-    __slots__ = ("error", "items", "over", "waker")
+    __slots__ = ("_error", "_waker", "items", "method", "over")
 
-    def __init__(self) -> None:
+    def __init__(self, method: str) -> None:
+        self.method = method
         self.items: deque[Any] = deque()
         self.over = False
-        self.error: BaseException | None = None
-        self.waker: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._waker: asyncio.Future[None] | None = None
 
-    def wake(self) -> None:
-        if self.waker is not None and not self.waker.done():
-            self.waker.set_result(None)
+    def add(self, value: Any) -> None:
+        self.items.append(value)
+        self._wake()
 
     def finish(self, error: BaseException | None) -> None:
         if not self.over:
-            self.over, self.error = True, error
-            self.wake()
+            self.over, self._error = True, error
+            self._wake()
+
+    def raise_error(self) -> None:
+        """Raise what it failed with, if it did; nothing keeps the error, whose traceback keeps all of its callers."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+
+    def _wake(self) -> None:
+        if self._waker is not None and not self._waker.done():
+            self._waker.set_result(None)
 
     async def change(self) -> None:
         """Wait for items, or the end."""
-        self.waker = asyncio.get_running_loop().create_future()
+        self._waker = asyncio.get_running_loop().create_future()
         try:
-            await self.waker
+            await self._waker
         finally:
-            self.waker = None
+            self._waker = None
 
 
 class AsyncRPCClient(TaskOwner):
@@ -429,7 +527,7 @@ class AsyncRPCClient(TaskOwner):
         connect_timeout: Seconds for the server to answer the first frame.
 
     Attributes:
-        on_news: Called with whatever the server publishes.
+        on_news: Called with whatever the server publishes; what it raises is logged.
         late: Answers to calls that nobody waited for any more.
         unacknowledged: Cancellations that the server has not acknowledged yet.
     """
@@ -444,6 +542,8 @@ class AsyncRPCClient(TaskOwner):
         self._cancelling: set[int] = set()
         self._last_id = 0
         self._outgoing: list[Request] = []
+        self._outgoing_bytes = 0
+        self._sockets: list[LoopSocket] = []
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._ended: BaseException | None = None
         self.on_news: Callable[[Any], None] | None = None
@@ -456,26 +556,46 @@ class AsyncRPCClient(TaskOwner):
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def _open(self, tasks: Any) -> None:
-        self._context = zmq.Context()
-        dealer = self._context.socket(zmq.DEALER)
-        self._ended = None
-        self._welcome = asyncio.Event()
-        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def _open(self, tasks: TaskSet) -> None:
+        self._forget_closed_loop()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
         try:
             dealer.setsockopt(zmq.SNDHWM, 0)
             dealer.setsockopt(zmq.RCVHWM, 0)  # credit bounds it
             if self._keys is not None:
                 use_client_keys(dealer, self._keys)
-            dealer.connect(self.address)
+            try:
+                dealer.connect(self.address)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"cannot connect to {self.address!r}: {error}") from error
         except BaseException:
             dealer.close(0)
-            self._context.term()
+            context.term()
             raise
-        self._monitor = watch_disconnections(dealer, self._on_disconnected)
+        self._context = context
         self._dealer = LoopSocket(dealer, self._on_message)
+        self._sockets += [watch_disconnections(dealer, self._on_disconnected), self._dealer]
+        self._welcome = asyncio.Event()
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         tasks.start(self._until_ended(), name="receive")
         self._send(Hello())
+
+    def _forget_closed_loop(self) -> None:
+        """Whatever a loop left behind that was closed before `stop`."""
+        self._close_sockets()
+        self._calls.clear()
+        self._ended = None
+        if self._context is not None:
+            self._context.term()
+
+    def _close_sockets(self) -> None:
+        """Close without last words: the server learns from the closed connection that nobody waits any more."""
+        for socket in self._sockets:
+            socket.close()
+        self._sockets.clear()
+        self._outgoing, self._outgoing_bytes = [], 0
+        self._cancelling.clear()
 
     async def start_async(self) -> None:
         """Connect.
@@ -504,20 +624,9 @@ class AsyncRPCClient(TaskOwner):
 
     async def _close(self) -> None:
         self._end(WrongStateError("the client was stopped", state="stopped"))
-        self._flush()
-        self._monitor.close()
-        self._dealer.close(_LAST_WORDS_MS if self._cancelling else 0)
         context, self._context = self._context, None
         if context is not None:
             await in_thread(context.term, name="mpexec-rpc-close")
-
-    def release(self) -> None:
-        """Close at once what a loop that has ended has left open. Works in any state, twice."""
-        context, self._context = self._context, None
-        if context is not None:
-            self._monitor.close()
-            self._dealer.close()
-            context.term()
 
     def _end(self, error: BaseException) -> None:
         """Every call ends with an error like this one: callers must not write into each other's traceback."""
@@ -529,11 +638,14 @@ class AsyncRPCClient(TaskOwner):
         for call in self._calls.values():
             call.finish(unbox_error(box))
         self._calls.clear()
+        self._close_sockets()  # nothing is to reach a server that comes after this one
         if not self._news.done():
             self._news.set_exception(error)
             self._news.exception()  # whoever waits gets it; whoever does not need not hear of it again
 
     def _on_disconnected(self) -> None:
+        while self._dealer.read():  # its last words may say why
+            pass
         self._end(ConnectionLostError(f"the connection to the engine at {self.address!r} was lost"))
 
     # -- calls -------------------------------------------------------------------------------------------------------
@@ -552,6 +664,7 @@ class AsyncRPCClient(TaskOwner):
         Raises:
             RPCTimeoutError: The deadline passed.
             ConnectionLostError: The server is gone.
+            SerializationError: An argument is not plain data; or the value cannot be pickled there, or rebuilt here.
             Exception: What the method raised, as itself.
         """
         deadline = Deadline.after(timeout)
@@ -564,8 +677,7 @@ class AsyncRPCClient(TaskOwner):
             raise _timed_out(method, timeout) from None
         finally:
             self._leave(call_id, call)
-        if call.error is not None:
-            raise call.error
+        call.raise_error()
         return call.items[0]
 
     async def stream(
@@ -582,8 +694,16 @@ class AsyncRPCClient(TaskOwner):
             credit: Items that may be under way before this side has taken them.
             timeout: Seconds for the whole stream.
             kwargs: As `args`.
+
+        Raises:
+            RPCTimeoutError: The deadline passed.
+            ConnectionLostError: The server is gone.
+            SerializationError: An item cannot be pickled there, or rebuilt here.
+            Exception: What the generator raised, as itself.
         """
         deadline = Deadline.after(timeout)
+        if not isinstance(credit, int) or not 1 <= credit <= MAX_CREDIT:
+            raise ConfigError(f"credit={credit!r}: use an integer from 1 to {MAX_CREDIT}")
         call_id, call = self._open_call(method, args, kwargs, timeout, credit)
         items, taken, batch = call.items, 0, max(1, credit // 2)
         try:
@@ -603,86 +723,116 @@ class AsyncRPCClient(TaskOwner):
                     raise _timed_out(method, timeout) from None
         finally:
             self._leave(call_id, call)
-        if call.error is not None:
-            raise call.error
+        call.raise_error()
 
     def _open_call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None, credit: int | None
     ) -> tuple[int, _ClientCall]:
         if not self.running or self._context is None:
             raise WrongStateError("the client has not been started: use `async with client`", state="new")
+        if asyncio.get_running_loop() is not self._loop:
+            raise WrongStateError(f"the client was started on {self._loop!r}: call from there", state="running")
         if self._ended is not None:
             raise unbox_error(box_error(self._ended))
-        self._last_id += 1
-        request = Call(self._last_id, method, list(args), kwargs, timeout, credit)
-        size = len(encode_requests([request]))
-        if size > MAX_FRAME_BYTES:
-            raise SerializationError(f"the arguments of {method!r} have {size} bytes; at most {MAX_FRAME_BYTES} can go")
-        call = self._calls[self._last_id] = _ClientCall()
-        self._send(request)
-        return self._last_id, call
+        if len(method) > MAX_METHOD or not method.isprintable():  # it could not be sent
+            raise AttributeError(f"the server has no method {method!r}")
+        arguments = encode_arguments(args, kwargs)
+        if len(arguments) > _MOST_ARGUMENTS:
+            raise SerializationError(
+                f"the arguments of {method!r} have {len(arguments)} bytes; at most {_MOST_ARGUMENTS} can go"
+            )
+        call_id = self._last_id = self._last_id + 1
+        call = self._calls[call_id] = _ClientCall(method)
+        size = len(arguments) + 4 * len(method) + _REQUEST_BYTES
+        endless = Deadline.after(timeout).at_ns is None
+        self._send(Call(call_id, method, arguments, None if endless else timeout, credit), size)
+        return call_id, call
 
     def _leave(self, call_id: int, call: _ClientCall) -> None:
         """Nobody waits for this call any more; one that still runs is cancelled on the server."""
         if self._calls.pop(call_id, None) is not None and not call.over:
-            self._cancelling.add(call_id)
-            self._send(Cancel(call_id))
+            self._cancel(call_id)
 
-    def _send(self, request: Request) -> None:
+    def _cancel(self, call_id: int) -> None:
+        self._cancelling.add(call_id)
+        self._send(Cancel(call_id))
+
+    def _send(self, request: Request, size: int = _REQUEST_BYTES) -> None:
         """Send with whatever else is sent in this turn of the loop."""
+        if self._outgoing_bytes + size > _FRAME_BYTES:
+            self._flush()
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(request)
+        self._outgoing_bytes += size
 
     def _flush(self) -> None:
-        requests, self._outgoing = self._outgoing, []
-        if self._context is None or not requests:
-            return
-        self._dealer.send([encode_requests(requests)])
+        requests, self._outgoing, self._outgoing_bytes = self._outgoing, [], 0
+        if requests:
+            self._dealer.send([encode_requests(requests)])
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _on_message(self, parts: list[bytes]) -> None:
         if not parts[-1]:  # the server wanted to know whether we are there
             return
-        for kind, call_id, value in pickle.loads(parts[-1]):
-            self._take(kind, call_id, value)
+        for kind, call_id, payload in decode_items(parts[-1]):
+            self._take(kind, call_id, payload)
 
-    def _take(self, kind: int, call_id: int, value: Any) -> None:
-        call = self._calls.get(call_id)
+    def _take(self, kind: int, call_id: int, payload: bytes) -> None:
         if kind == WELCOME:
             self._welcome.set()
         elif kind == NEWS:
-            if self.on_news is not None:
-                self.on_news(value)
+            self._hear(payload)
         elif kind == CLOSED:
-            self._end(_farewell(value))
-        elif call is None:
-            self._late(kind, call_id, value)
-        elif kind == ITEM:
-            call.items.append(value)
-            call.wake()
-        else:
-            if kind == REPLY:
-                call.items.append(value)
-            del self._calls[call_id]
-            call.finish(unbox_error(value) if kind == FAILED else None)
-
-    def _late(self, kind: int, call_id: int, value: Any) -> None:
-        if kind == FAILED and not call_id:
-            assert isinstance(value, BoxedError)
-            logger.error("the server refused a frame of ours: %s", value.text)
-            return
-        if kind != ITEM and call_id in self._cancelling:
+            self._end(_farewell(payload))
+        elif kind == FAILED and not call_id:  # whatever else was in that frame will never be answered
+            refusal = ConnectionLostError("the server refused a frame")
+            refusal.__cause__ = unbox_error(load_value(payload))
+            self._end(refusal)
+        elif kind == CANCELLED:
             self._cancelling.discard(call_id)
-        else:
+        elif call_id not in self._calls:
             self.late += 1
+        elif kind == ITEM:
+            self._take_value(call_id, payload, last=False)
+        elif kind == REPLY:
+            self._take_value(call_id, payload, last=True)
+        else:
+            self._calls.pop(call_id).finish(unbox_error(load_value(payload)) if kind == FAILED else None)
+
+    def _take_value(self, call_id: int, payload: bytes, *, last: bool) -> None:
+        """Hand a value to its call; one that cannot be rebuilt here fails this call, and ends it on the server."""
+        call = self._calls[call_id]
+        error: SerializationError | None = None
+        try:
+            call.add(load_value(payload))
+        except Exception as failed:  # its class may be missing here, or raise anything
+            error = SerializationError(f"a value of {call.method!r} cannot be rebuilt here: {failed!r}")
+            error.__cause__ = failed
+            if not last:
+                self._cancel(call_id)
+        if last or error is not None:
+            del self._calls[call_id]
+            call.finish(error)
+
+    def _hear(self, payload: bytes) -> None:
+        if self.on_news is not None:
+            try:
+                self.on_news(load_value(payload))
+            except Exception:  # what comes after it in this frame is for others
+                logger.exception("news of the server could not be told")
 
 
-def _farewell(box: BoxedError | None) -> ConnectionLostError:
+def _failed(call_id: int, error: BaseException) -> Item:
+    return FAILED, call_id, dump_value(box_error(error))
+
+
+def _farewell(payload: bytes) -> ConnectionLostError:
     """What a server's last words mean for its clients: the cause is that of its end, none after an orderly one."""
-    if box is None:
+    if not payload:
         return ConnectionLostError("the server has closed")
+    box = load_value(payload)
     error = ConnectionLostError(f"the server has closed after {box.type_name}: {box.text}")
     error.__cause__ = unbox_error(box)
     return error

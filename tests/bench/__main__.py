@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tests.bench import death, idle, imports, payload, rpc, startup
+from tests.bench import death, idle, imports, payload, rpc, startup, zmq_engine
 from tests.bench.fresh import BenchError
 from tests.bench.settings import Part, Settings
 from tests.bench.stats import Row, table
@@ -24,11 +24,21 @@ PARTS: dict[str, tuple[Part, str]] = {
     "death": (death.run, "SIGKILL to the error in the caller, against a pidfd observer"),
     "startup": (startup.run, "start to first reply, torch and gloo in the ranks"),
     "idle": (idle.run, "CPU of driver and 2 ranks while nobody calls"),
+    "zmq": (zmq_engine.run, "the engine in a process of its own, against in process; its RPC, against bare pyzmq"),
 }
+OPTIONAL = {"zmq"}  # run only when named: all others together are to take less than five minutes
 FAILED, MISSED = 1, 3
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+_HELP = f"""Run the benchmarks PARTS and print each figure beside its bar.
+
+Without PARTS, all but these run: {", ".join(sorted(OPTIONAL))}.
+
+Exit code 0 unless a benchmark itself could not be carried out. Run it on a machine that does nothing else.
+"""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]}, help=_HELP)
 @click.argument("parts", nargs=-1, type=click.Choice(list(PARTS)))
 @click.option(
     "--json",
@@ -41,17 +51,14 @@ FAILED, MISSED = 1, 3
 @click.option("--quick", is_flag=True, help="A small run that shows that everything works; its figures mean little.")
 @click.option("--strict", is_flag=True, help=f"Exit with {MISSED} if a bar is missed.")
 def main(parts: tuple[str, ...], json_file: Path | None, repeats: int | None, quick: bool, strict: bool) -> None:
-    """Run the benchmarks PARTS (default: all) and print each figure beside its bar.
-
-    Exit code 0 unless a benchmark itself could not be carried out. Run it on a machine that does nothing else.
-    """
+    """The command, as its help describes it."""
     settings = Settings(repeats or (2 if quick else 5), quick, lambda text: click.echo(f"... {text}", err=True))
     facts = _facts(settings)
     click.echo(facts["text"])
     results: dict[str, list[Row]] = {}
     failures: dict[str, str] = {}
     seconds: dict[str, float] = {}
-    for name in dict.fromkeys(parts or PARTS):
+    for name in chosen(parts):
         run, title = PARTS[name]
         began = time.monotonic()
         try:
@@ -68,6 +75,11 @@ def main(parts: tuple[str, ...], json_file: Path | None, repeats: int | None, qu
         content = {"facts": facts, "parts": parts_as_data, "failures": failures, "missed": missed, "seconds": seconds}
         json_file.write_text(json.dumps(content, indent=1) + "\n")
     sys.exit(FAILED if failures else MISSED if missed and strict else 0)
+
+
+def chosen(parts: tuple[str, ...]) -> list[str]:
+    """The parts to run: those that are named, each once, or all that are not optional."""
+    return list(dict.fromkeys(parts)) or [name for name in PARTS if name not in OPTIONAL]
 
 
 def _print_summary(results: dict[str, list[Row]], missed: list[str], failures: dict[str, str], seconds: float) -> None:

@@ -27,7 +27,7 @@ class Row:
         bar: The limit; None where the figure is only printed.
         kind: "ratio" is measured / comparator and must be at most the bar; "speed" is comparator / measured and must be
             at least the bar; "value" is the measured figure itself, at most the bar.
-        at_least: The bar is a lower limit although the kind is "value".
+        at_least: The bar is a lower limit, although the kind is not "speed": what is measured is itself a speed.
         note: Anything the reader should know.
     """
 

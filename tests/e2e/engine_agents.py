@@ -58,7 +58,7 @@ class CountingAgent(ModelAgent):
             os.kill(os.getpid(), signal.SIGKILL)
         if manner == "hang":
             threading.Event().wait()
-        raise BrokenOnPurposeError(f"token {self._break}")
+        raise BrokenOnPurposeError(f"token {self._break}", time.monotonic())
 
 
 def uni_engine(break_at: tuple[int, int, str] | None = None, **limits: Any) -> Engine:
@@ -84,6 +84,7 @@ def mp_engine(
         device="cpu",
         init_process_group=False,
         stop_timeout=2.0,
+        failure_grace=0.3,
     )
     return Engine(build_executor(spec), ModelPlan.read(None, 2, config), config)
 

@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+from click.testing import CliRunner
+
+from tests.bench import fresh, zmq_engine
+from tests.bench.__main__ import OPTIONAL, PARTS, chosen, main
 from tests.bench.fresh import ROOT
 from tests.bench.stats import Row, quantile, table
 
@@ -39,3 +43,26 @@ def test_a_quick_run_writes_its_figures_as_json(tmp_path):
     figures = json.loads(target.read_text())
     assert figures["parts"]["imports"][0]["name"] == "import mpexec"
     assert not figures["failures"]
+
+
+def test_a_ratio_of_speeds_must_reach_its_bar():
+    row = Row("tokens", [450.0], "token/s", [500.0], 0.9, at_least=True)
+    assert (row.result, row.verdict) == (0.9, "ok")
+    row.measured = [440.0]
+    assert row.verdict == "MISS"
+    assert ">= 0.9" in table([row])
+
+
+def test_an_optional_part_runs_only_when_it_is_named():
+    assert set(PARTS) >= OPTIONAL
+    assert set(chosen(())) == set(PARTS) - OPTIONAL
+    assert chosen(("zmq", "imports", "zmq")) == ["zmq", "imports"]
+    assert "all but these run: zmq" in CliRunner().invoke(main, ["--help"]).output
+
+
+def test_the_streams_and_round_trips_of_the_rpc_bring_what_they_should():
+    """The drivers compare contents themselves, and fail where those differ."""
+    assert fresh.call(zmq_engine.drive_stream, items=1000) > 0
+    for drive in (zmq_engine.drive_mpexec, zmq_engine.drive_pyzmq):
+        figures = fresh.call(drive, calls=50)
+        assert 0 < figures["p50"] <= figures["p99"]

@@ -1,0 +1,306 @@
+"""The engine in a process of its own against the engine in this one, and its RPC against what pyzmq gives by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.bench import fresh
+from tests.bench.settings import Settings, in_turn
+from tests.bench.stats import Row, quantile
+
+TOKENS_BAR = 0.9
+ITEMS_BAR = 20_000  # a second
+ROUND_TRIP_BAR = 1.3
+
+PROMPTS = (
+    "In the beginning",
+    "And it came to pass",
+    "Blessed are they that",
+    "The words of the king",
+    "And the people said",
+    "Then he answered",
+    "Now these are the names of",
+    "Behold,",
+)
+NEW_TOKENS = 100
+_PEERS = ("zmq", "in process")
+_LIMIT_NS = 4_000_000_000  # no series of round trips takes longer than this, however busy the machine is
+
+Figures = dict[str, float]
+Piece = tuple[str, tuple[int, ...], str | None]
+Answer = tuple[list[int], str]  # the token ids and the text
+
+
+def run(settings: Settings) -> list[Row]:
+    """The whole way, tp=2, and then its RPC alone."""
+    return [*_engines(settings), *_stream(settings), *_round_trips(settings)]
+
+
+def _engines(settings: Settings) -> list[Row]:
+    settings.say("zmq, two engines by turns")
+    runs = 2 if settings.quick else max(7, settings.repeats)
+    figures = fresh.call(drive_engines, runs=runs, new_tokens=NEW_TOKENS, alone=NEW_TOKENS if settings.quick else 150)
+    pieces = statistics.median(one["pieces"] for one in figures["zmq"])
+    rows = [
+        Row(
+            f"{len(PROMPTS)} requests at once", *_columns(figures, "tokens", "token/s"), TOKENS_BAR, at_least=True,
+            note=f"{pieces:.2f} pieces for each token",
+        )
+    ]  # fmt: skip
+    for key in ("p50", "p99"):
+        row = Row(f"1 request, from piece to piece {key}", *_columns(figures, key, "us"))
+        row.note = f"{row.median - (row.comparator_median or 0):+.0f} us"
+        rows.append(row)
+    return rows
+
+
+def _columns(figures: dict[str, list[Figures]], key: str, unit: str) -> tuple[list[float], str, list[float]]:
+    """What was measured, its unit, and the comparator; the peers are in this order."""
+    ours, theirs = ([one[key] for one in of_peer] for of_peer in figures.values())
+    return ours, unit, theirs
+
+
+def _stream(settings: Settings) -> list[Row]:
+    items = 10_000 if settings.quick else 100_000
+    settings.say(f"zmq, a stream of {items} items")
+    speeds = [fresh.call(drive_stream, items=items) for _ in range(settings.repeats)]
+    return [Row(f"a stream of {items} small items", speeds, "item/s", bar=ITEMS_BAR, kind="value", at_least=True)]
+
+
+def _round_trips(settings: Settings) -> list[Row]:
+    settings.say("zmq, round trips")
+    drivers = {"mpexec": drive_mpexec, "pyzmq": drive_pyzmq}
+    figures: dict[str, list[Figures]] = {peer: [] for peer in drivers}
+    for repeat in range(settings.repeats):
+        for peer in in_turn(list(drivers), repeat):
+            figures[peer].append(fresh.call(drivers[peer], calls=settings.calls))
+    return [
+        Row(f"round trip {key}", *_columns(figures, key, "us"), bar)
+        for key, bar in (("p50", ROUND_TRIP_BAR), ("p99", None))
+    ]
+
+
+# -- two engines in the driver process -----------------------------------------------------------------------------
+
+
+def drive_engines(runs: int, new_tokens: int, alone: int) -> dict[str, list[Figures]]:
+    """The figures of runs by turns: both engines are there all the time, one of them is at work.
+
+    Args:
+        runs: For each engine, after a short one that warms it up.
+        new_tokens: For each of several prompts at once.
+        alone: New tokens for one prompt alone.
+    """
+    from mpexec import Engine
+    from mpexec.mp_engine.zmq_engine import ZMQEngine
+
+    with contextlib.ExitStack() as made:
+        engines: dict[str, Any] = {}
+        for peer, make in zip(_PEERS, (ZMQEngine, Engine), strict=True):
+            engines[peer] = make.from_pretrained(tp=2)
+            made.callback(engines[peer].release)
+        return asyncio.run(_take_turns(engines, runs, new_tokens, alone))
+
+
+async def _take_turns(engines: dict[str, Any], runs: int, new_tokens: int, alone: int) -> dict[str, list[Figures]]:
+    figures: dict[str, list[Figures]] = {peer: [] for peer in engines}
+    expected: list[Answer] = []
+    async with contextlib.AsyncExitStack() as started:
+        for engine in engines.values():
+            await started.enter_async_context(engine)
+        for engine in engines.values():
+            await _one_run(engine, 10, 10)
+        for number in range(runs):
+            for peer in in_turn(list(engines), number):
+                result, answers = await _one_run(engines[peer], new_tokens, alone)
+                expected = expected or answers
+                if answers != expected:
+                    raise RuntimeError(_difference(peer, answers, expected))
+                figures[peer].append(result)
+    return figures
+
+
+async def _one_run(engine: Any, new_tokens: int, alone: int) -> tuple[Figures, list[Answer]]:
+    """Its figures and every answer, which must have as many tokens as it should."""
+    began = time.perf_counter_ns()
+    together = await asyncio.gather(*(_read(engine, prompt, new_tokens) for prompt in PROMPTS))
+    seconds = (time.perf_counter_ns() - began) / 1e9
+    single = await _read(engine, PROMPTS[0], alone)
+    answers = []
+    for pieces, wanted in [*((pieces, new_tokens) for pieces in together), (single, alone)]:
+        token_ids = [token for _, piece in pieces for token in piece.token_ids]
+        if len(token_ids) != wanted or pieces[-1][1].finish_reason != "length":
+            raise RuntimeError(f"{len(token_ids)} tokens, not {wanted}: {pieces[-1]}")
+        answers.append((token_ids, "".join(piece.text for _, piece in pieces)))
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(single)]
+    tokens = new_tokens * len(PROMPTS)
+    return {
+        "tokens": tokens / seconds,
+        "pieces": sum(len(pieces) for pieces in together) / tokens,
+        "p50": quantile(gaps, 0.5) / 1e3,
+        "p99": quantile(gaps, 0.99) / 1e3,
+    }, answers
+
+
+def _difference(peer: str, answers: list[Answer], expected: list[Answer]) -> str:
+    here, there = next((here, there) for here, there in zip(answers, expected, strict=True) if here != there)
+    return f"the engine {peer!r} says {here}; the first answer to this prompt was {there}"
+
+
+async def _read(engine: Any, prompt: str, new_tokens: int) -> list[tuple[int, Any]]:
+    """When each piece of an answer came, in ns, and the piece."""
+    from mpexec import SamplingParams
+
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    return [(time.perf_counter_ns(), piece) async for piece in engine.generate(prompt, params)]
+
+
+# -- the RPC alone: in the driver processes ------------------------------------------------------------------------
+
+
+def drive_stream(items: int) -> float:
+    """Items a second."""
+    with _served_by(serve_mpexec) as address:
+        return asyncio.run(_take_stream(address, items))
+
+
+async def _take_stream(address: str, items: int) -> float:
+    from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
+
+    async with AsyncRPCClient(address) as client:
+        for wanted in (items // 10, items):  # the first one warms up
+            began = time.perf_counter_ns()
+            taken = [item async for item in client.stream("count", wanted)]
+            seconds = (time.perf_counter_ns() - began) / 1e9
+            if taken != [piece(number) for number in range(wanted)]:
+                raise RuntimeError(f"the stream brought {len(taken)} items that are not the {wanted} expected")
+    return items / seconds
+
+
+def drive_mpexec(calls: int) -> Figures:
+    """Round trips through the RPC."""
+    with _served_by(serve_mpexec) as address:
+        return asyncio.run(_call_mpexec(address, calls))
+
+
+async def _call_mpexec(address: str, calls: int) -> Figures:
+    from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
+
+    async with AsyncRPCClient(address) as client:
+        return await _series(partial(client.call, "echo"), list(range(calls)))
+
+
+def drive_pyzmq(calls: int) -> Figures:
+    """Round trips between two sockets of `zmq.asyncio`, with bytes that are there beforehand."""
+    with _served_by(serve_pyzmq) as address:
+        return asyncio.run(_call_pyzmq(address, calls))
+
+
+async def _call_pyzmq(address: str, calls: int) -> Figures:
+    import zmq.asyncio
+
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(address)
+
+        async def call(payload: bytes) -> bytes:
+            await dealer.send(payload)
+            return await dealer.recv()
+
+        return await _series(call, [number.to_bytes(8, "little") for number in range(calls)])
+
+
+async def _series(call: Callable[[Any], Awaitable[Any]], arguments: list[Any]) -> Figures:
+    """One after the other; each must bring its argument back."""
+    for argument in arguments[: len(arguments) // 5]:
+        await call(argument)
+    samples, answers = [], []
+    end = time.perf_counter_ns() + _LIMIT_NS
+    for argument in arguments:
+        start = time.perf_counter_ns()
+        answer = await call(argument)
+        now = time.perf_counter_ns()
+        samples.append(now - start)
+        answers.append(answer)
+        if now > end:
+            break
+    if answers != arguments[: len(answers)]:
+        raise RuntimeError("an answer is not that of its call")
+    return {"p50": quantile(samples, 0.5) / 1e3, "p99": quantile(samples, 0.99) / 1e3}
+
+
+# -- the RPC alone: in the server processes ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _served_by(serve: Callable[[str, Connection], None]) -> Iterator[str]:
+    """Spawn a process in which `serve` listens at a unix socket; gives the address once it does."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/socket"
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(address, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            ours.recv()
+            yield address
+        finally:
+            process.kill()
+            process.join()
+
+
+def serve_mpexec(address: str, pipe: Connection) -> None:
+    """Serve `echo` and `count`."""
+    asyncio.run(_serve_mpexec(address, pipe))
+
+
+async def _serve_mpexec(address: str, pipe: Connection) -> None:
+    from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
+
+    server = AsyncRPCServer(address)
+    server.register("echo", echo)
+    server.register("count", count)
+    async with server:
+        pipe.send(True)
+        await server.wait_tasks()
+
+
+async def echo(value: int) -> int:
+    """The value."""
+    return value
+
+
+async def count(items: int) -> AsyncGenerator[Piece, None]:
+    """So many pieces, as fast as they are taken."""
+    for number in range(items):
+        yield piece(number)
+
+
+def piece(number: int) -> Piece:
+    """An item of the size of an engine's: a word, its token, no reason to end."""
+    return "word", (number,), None
+
+
+def serve_pyzmq(address: str, pipe: Connection) -> None:
+    """Send every message back."""
+    asyncio.run(_serve_pyzmq(address, pipe))
+
+
+async def _serve_pyzmq(address: str, pipe: Connection) -> None:
+    import zmq.asyncio
+
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        pipe.send(True)
+        while True:
+            await router.send_multipart(await router.recv_multipart())
