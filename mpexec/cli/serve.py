@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 
 from mpexec.cli.generate import NonNegative, find_model
 from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
-from mpexec.cli.report import ToldError, complain, describe_failure
+from mpexec.cli.report import ToldError, complain, describe_failure, tell
 from mpexec.config import START_METHODS, EngineConfig
 from mpexec.errors import ConfigError
 
@@ -170,7 +169,7 @@ async def _serve_async(
                 sock,
                 stop,
                 drain_timeout=drain_timeout,
-                on_ready=lambda: print(f"serving {served.name} on {url_of(sock)}", file=sys.stderr, flush=True),
+                on_ready=lambda: tell(f"serving {served.name} on {url_of(sock)}"),
             )
     except ConfigError:
         raise

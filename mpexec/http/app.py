@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import reprlib
 import time
@@ -95,7 +96,8 @@ class _Endpoints:
         """Continue prompts."""
         wanted = CompletionRequest.parse(await _read_json_async(request))
         self._check_model(wanted.options.model)
-        work = [(await encode_async(self._engine.plan, prompt), wanted.sampling()) for prompt in wanted.prompts]
+        prompts = await encode_async(self._engine.plan, wanted.prompts, param="prompt")
+        work = [(prompt, wanted.sampling()) for prompt in prompts]
         heads = [self._text_of(prompt) if wanted.echo else "" for prompt in wanted.prompts]
         answer = Answer(self._name, int(time.time()))
         return await self._answer(request, wanted.options, answer, work, heads)
@@ -110,7 +112,8 @@ class _Endpoints:
             )
         plan = self._engine.plan
         # The template has written the special tokens already.
-        prompt = await encode_async(plan, self._template.render(wanted), special_tokens=False)
+        text = self._template.render(wanted)
+        (prompt,) = await encode_async(plan, [text], param="messages", special_tokens=False)
         work = [(prompt, wanted.options.sampling(plan.max_length - len(prompt)))]
         return await self._answer(request, wanted.options, ChatAnswer(self._name, int(time.time())), work, [""])
 
@@ -239,6 +242,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._events:
             await send({"type": "http.response.body", "body": data, "more_body": True})
+            # Where many events are ready, the news that the client has gone must get its turn between them.
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -6,13 +6,26 @@ import json
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mpexec.errors import ConfigError
 from mpexec.http.openai import APIError, ChatRequest
 
-if TYPE_CHECKING:
-    import jinja2
+
+class _GenerationMark(Extension):
+    """`{% generation %}`, by which templates mark the assistant's words for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """What stands between the marks."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -43,11 +56,9 @@ class ChatTemplate:
         return cls(source, _special_tokens(settings)) if source is not None else None
 
     @cached_property
-    def _template(self) -> jinja2.Template:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+    def _template(self) -> Template:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationMark]
         )
         # Templates are written for transformers, which offers these.
         environment.globals["raise_exception"] = _refuse
@@ -105,8 +116,6 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
     raise TemplateError(message)
 
 

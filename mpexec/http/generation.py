@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -19,35 +19,45 @@ from mpexec.tasks import cancel_async_tasks
 T = TypeVar("T")
 Indexed = tuple[int, GenerationOutput]
 
-_LONG_TEXT = 32_768  # characters whose tokens take longer than a thread takes to start
+_LONG_TEXT = 32_768  # characters; encoding them takes some ten milliseconds, a thread a fraction of one
 
 
-async def encode_async(plan: ModelPlan, prompt: Prompt, *, special_tokens: bool = True) -> tuple[int, ...]:
-    """The token ids of a prompt; a long text is encoded in a thread, so that other requests go on.
+async def encode_async(
+    plan: ModelPlan, prompts: Sequence[Prompt], *, param: str, special_tokens: bool = True
+) -> list[tuple[int, ...]]:
+    """The token ids of prompts; long texts are encoded in a thread, so that other requests go on.
+
+    Args:
+        plan: The model.
+        prompts: Text or token ids.
+        param: The request's parameter that they come from.
+        special_tokens: See `Tokenizer.encode`.
 
     Raises:
-        APIError: The prompt cannot run.
+        APIError: A prompt cannot run.
     """
-    tokenizer = plan.tokenizer
+
+    def encode() -> list[tuple[int, ...]]:
+        return [_encode(plan, prompt, param, special_tokens) for prompt in prompts]
+
+    long = sum(map(len, prompts)) > _LONG_TEXT
+    return await in_thread(encode, name="mpexec-encode") if long else encode()
+
+
+def _encode(plan: ModelPlan, prompt: Prompt, param: str, special_tokens: bool) -> tuple[int, ...]:
     try:
-        if isinstance(prompt, str) and prompt and tokenizer is not None:
-            text = prompt
-            if len(text) < _LONG_TEXT:
-                prompt = tokenizer.encode(text, special_tokens=special_tokens)
-            else:
-                prompt = await in_thread(
-                    lambda: tokenizer.encode(text, special_tokens=special_tokens), name="mpexec-encode"
-                )
+        if isinstance(prompt, str) and prompt and plan.tokenizer is not None:
+            prompt = plan.tokenizer.encode(prompt, special_tokens=special_tokens)
         if not isinstance(prompt, str) and len(prompt) >= plan.max_length:
             raise APIError(
                 400,
                 f"the prompt has {len(prompt)} tokens; prompt and answer together may have {plan.max_length}",
-                param="prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         return plan.encode(prompt)
     except ConfigError as bad:
-        raise APIError(400, f"prompt: {bad}", param="prompt") from bad
+        raise APIError(400, f"{param}: {bad}", param=param) from bad
 
 
 def as_api_error(error: MpexecError) -> APIError:

@@ -77,7 +77,7 @@ class Served:
         assert len(found) == count
         return [found[name] for name in sorted(found)]
 
-    def end(self, since: float) -> tuple[int, str, float]:
+    def end(self, since: float = 0.0) -> tuple[int, str, float]:
         """Wait for the end: exit code, what was left on stderr, seconds since a moment."""
         _, stderr = self.process.communicate(timeout=60)
         return self.process.returncode, stderr, time.monotonic() - since
@@ -118,7 +118,7 @@ def server() -> Iterator[Served]:
     try:
         yield served.wait_ready()
         served.process.send_signal(signal.SIGTERM)
-        assert served.end(0)[:2] == (0, "")
+        assert served.end()[:2] == (0, "")
     finally:
         served.process.kill()
         served.process.communicate()
@@ -280,12 +280,17 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_slot(server: Served, clien
     assert server.metric("mpexec_requests_cancelled_total") == cancelled + 1
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_slots(server: Served) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_it_waits_frees_its_slots(server: Served, stream: bool) -> None:
     cancelled = server.metric("mpexec_requests_cancelled_total")
-    with server.client(timeout=0.3) as hasty, pytest.raises(openai.APITimeoutError):
-        complete(hasty, FOUR * 4, **LONG)
-    wait_until(lambda: server.metric("mpexec_requests_running") + server.metric("mpexec_requests_waiting") == 0, 1.0)
-    assert server.metric("mpexec_requests_cancelled_total") == cancelled + 16
+    with server.client() as busy, server.client(timeout=0.3) as hasty:
+        with complete(busy, [PROMPT] * 8, stream=True, **LONG) as running:
+            next(running)
+            with pytest.raises(openai.APITimeoutError):
+                complete(hasty, FOUR * 4, stream=stream, **LONG)
+            wait_until(lambda: server.metric("mpexec_requests_waiting") == 0, 1.0)
+    wait_until(lambda: server.metric("mpexec_requests_running") == 0, 1.0)
+    assert server.metric("mpexec_requests_cancelled_total") == cancelled + 24
 
 
 def test_more_requests_than_the_queue_holds_are_refused_and_leave_nothing_behind(
@@ -501,7 +506,7 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(start: Callable
     from mpexec.engine.tokenizer import Tokenizer
 
     assert text == Tokenizer.load(default_model_path()).decode(list(range(2, 102)))
-    assert served.end(0)[:2] == (0, "")
+    assert served.end()[:2] == (0, "")
 
 
 def can_connect(port: int) -> bool:
@@ -538,7 +543,7 @@ def test_a_rank_that_dies_while_requests_end_after_sigterm_is_still_a_failure(st
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="SIGKILL"):
             list(stream)
-    returncode, stderr, _ = served.end(0)
+    returncode, stderr, _ = served.end()
     assert returncode == 1
     assert stderr.startswith(f"mpexec: WorkerDiedError: rank 0 (pid {rank})")
 
@@ -590,7 +595,7 @@ def test_a_server_can_follow_another_on_its_port_at_once(start: Callable[..., Se
     first = start().wait_ready()
     assert first.get("/health")[0] == 200
     first.process.send_signal(signal.SIGTERM)
-    assert first.end(0)[0] == 0
+    assert first.end()[0] == 0
     second = start("--port", str(first.port)).wait_ready()
     assert second.port == first.port
 
@@ -608,7 +613,7 @@ def test_a_server_can_follow_another_on_its_port_at_once(start: Callable[..., Se
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line_and_exit_code_2(start: Callable[..., Served], args: list[str], words: str) -> None:
-    returncode, stderr, _ = start(*args, command=COMMAND).end(0)
+    returncode, stderr, _ = start(*args, command=COMMAND).end()
     assert returncode == 2
     (line,) = stderr.splitlines()
     assert line.startswith("mpexec: ")

@@ -245,6 +245,11 @@ def test_a_template_file_comes_first_and_gets_the_callers_variables(tmp_path: Pa
     assert text == 'userno{"a": "<"}TrueTrue'
 
 
+def test_marks_for_training_change_nothing() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}!{% endfor %}"
+    assert ChatTemplate(source, {}).render(chat()) == "Hello!"
+
+
 @pytest.mark.parametrize(
     "source, words",
     [
