@@ -95,10 +95,13 @@ class _Uvicorn(uvicorn.Server):
         self._on_ready()
 
     async def abort_async(self) -> None:
-        """End the requests that are still open, and close their connections whatever is unsent."""
-        await cancel_async_tasks(self.server_state.tasks)
+        """Close the connections that are still open, whatever is unsent or has not arrived, and end their requests."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+        if tasks := set(self.server_state.tasks):
+            # Each hears that its client has gone, and ends as it always does then.
+            await asyncio.wait(tasks, timeout=_LAST_ANSWERS_S)
+            await cancel_async_tasks(tasks)
 
 
 class HTTPServer:
