@@ -585,8 +585,8 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Served]) -> None:
 def test_a_signal_while_the_model_loads_ends_it_within_a_second(start: Callable[..., Served]) -> None:
     served = start(command=COMMAND)
     driver = psutil.Process(served.process.pid)
-    wait_until(lambda: len(driver.children()) >= 2)
-    ranks = [child.pid for child in driver.children()]
+    wait_until(lambda: len(driver.children(recursive=True)) >= 2)
+    ranks = [child.pid for child in driver.children(recursive=True)]
     since = time.monotonic()
     served.process.send_signal(signal.SIGTERM)
     returncode, stderr, took = served.end(since)
