@@ -16,6 +16,7 @@ from mpexec.errors import ConfigError
 _COMMANDS = {
     "generate": "Continue prompts with a language model that is split over several processes.",
     "models": "List the language models that come with the package.",
+    "serve": "Serve a language model over HTTP, with OpenAI's API.",
 }
 _EXIT_READER_GONE = 141  # 128 + SIGPIPE, as a program that does not ignore the signal
 

@@ -11,9 +11,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 _CLEAN_UP_S = 0.8
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -84,3 +88,28 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
     finally:
         if not received:
             end_on_signals()
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[asyncio.Event]:
+    """Within the block, a first signal sets the event, and a second one ends the process at once.
+
+    For use inside `run_interruptibly`, whose way with signals is back after the block.
+    """
+    import asyncio
+
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    received: list[int] = []
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if received:
+            os._exit(128 + number)
+        received.append(number)
+        loop.call_soon_threadsafe(stop.set)
+
+    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -21,11 +21,16 @@ class ToldError(Exception):
 
 def complain(message: str) -> None:
     """Print a message of this command to stderr, if somebody is there to read it."""
+    start = "\n" if message.startswith("\n") else ""
+    tell(f"{start}mpexec: {message.lstrip()}")
+
+
+def tell(line: str) -> None:
+    """Print a line to stderr as it is, if somebody is there to read it."""
     if sys.stderr is None:
         return
-    start = "\n" if message.startswith("\n") else ""
     try:
-        print(f"{start}mpexec: {message.lstrip()}", file=sys.stderr, flush=True)
+        print(line, file=sys.stderr, flush=True)
     except OSError:
         return  # nobody is left to tell; the exit code still does
 

@@ -46,14 +46,18 @@ class Tokenizer:
         except Exception as error:  # the library raises the bare class
             raise ConfigError(f"{file} is not a tokenizer that this version of the library reads: {error}") from error
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The token ids of a prompt, with the special tokens that the model expects around it.
+    def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
+        """The token ids of a prompt.
+
+        Args:
+            text: The prompt. Special tokens that it spells out become such tokens.
+            special_tokens: Add those that the model expects around a prompt. False is for a text that has them already.
 
         Raises:
             ConfigError: The text holds a lone surrogate, which no tokenizer can read.
         """
         try:
-            return tuple(self._backend.encode(text).ids)
+            return tuple(self._backend.encode(text, add_special_tokens=special_tokens).ids)
         except (UnicodeEncodeError, TypeError) as error:
             raise ConfigError(f"the prompt {text!r} is not valid Unicode text: {error}") from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
@@ -107,3 +107,11 @@ def test_text_that_is_not_unicode_and_folders_without_tokenizer_are_refused(
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="not a tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_special_tokens_around_a_prompt_can_be_left_out(byte_fallback: Tokenizer) -> None:
+    backend = byte_fallback._backend
+    start = backend.token_to_id("<s>")
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    assert byte_fallback.encode("a") == (start, *byte_fallback.encode("a", special_tokens=False))
+    assert byte_fallback.encode("<s>a", special_tokens=False)[0] == start

@@ -1,0 +1,185 @@
+"""`mpexec serve`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mpexec.cli.generate import NonNegative, find_model
+from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
+from mpexec.cli.report import ToldError, complain, describe_failure, tell
+from mpexec.config import START_METHODS, EngineConfig
+from mpexec.errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+_LIMITS = EngineConfig()
+_STOP_TIMEOUT_S = 1.0  # a supervisor waits for the exit, whatever a rank is doing
+_FAILED_PATIENCE_S = 1.0  # for the clean-up after a failure, which the ranks have not survived anyway
+
+
+@click.command(
+    "serve",
+    epilog="""\b
+Examples:
+  mpexec serve --port 8000
+  mpexec serve --model ~/models/Qwen3-0.6B --tp 4 --served-model-name qwen3
+  curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+    -d '{"prompt": "In the beginning", "max_tokens": 20}'
+\b
+Routes: POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics.
+\b
+Exit codes: 0 stopped by Ctrl-C or SIGTERM with all requests answered, 1 a rank or the engine failed (open requests
+have been told), 2 bad input or a port that is taken (no rank was started), 130 and 143 Ctrl-C and SIGTERM while
+loading, or a second one while requests were still running.""",
+)
+@click.option(
+    "--model",
+    metavar="PATH",
+    help="Local folder with a Hugging Face causal language model, or a bundled one's name. Default: the bundled one.",
+)
+@click.option(
+    "--tp",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Processes that share every layer of the model.",
+)
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; 0.0.0.0 is every network of this machine. There is no authentication.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 takes any that is free.",
+)
+@click.option(
+    "--served-model-name",
+    metavar="NAME",
+    help="The model's name in requests and answers. Default: the name of its folder.",
+)
+@click.option(
+    "--max-slots",
+    type=click.IntRange(min=1),
+    default=_LIMITS.max_slots,
+    show_default=True,
+    help="Requests that are computed together.",
+)
+@click.option(
+    "--max-queue",
+    type=click.IntRange(min=1),
+    default=_LIMITS.max_queue,
+    show_default=True,
+    help="Requests that may wait; one more is answered with 429.",
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(min=2),
+    help="Most tokens of prompt and answer together. Default: what the model allows, at most 4096.",
+)
+@click.option(
+    "--drain-timeout",
+    type=NonNegative(),
+    default=30.0,
+    show_default=True,
+    help="Seconds that running requests may take after Ctrl-C or SIGTERM. A second signal ends them at once.",
+)
+@click.option(
+    "--stall-timeout",
+    type=NonNegative(),
+    default=120.0,
+    show_default=True,
+    help="Seconds without a step of the model, while requests run, after which /health is 503; 0 for never.",
+)
+@click.option(
+    "--start-method",
+    type=click.Choice(START_METHODS),
+    default="spawn",
+    show_default=True,
+    help="How the processes are started.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Log, also every request, to stderr.")
+def command(model: str | None, host: str, port: int, verbose: bool, **options: Any) -> None:
+    """Serve a language model over HTTP, with OpenAI's API.
+
+    One line on stderr says where, as soon as requests are taken. If a rank fails, open requests are answered with
+    the error, and the command ends with exit code 1 for a supervisor to start it again.
+    """
+    try:
+        import jinja2  # noqa: F401 - asked for here, to say what to install
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "serve needs starlette, uvicorn, prometheus_client and jinja2: pip install 'mpexec[serve]'"
+        ) from error
+    from mpexec.http.server import bind
+
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    with bind(host, port) as sock:
+        run_interruptibly(_serve_async(sock, find_model(model), verbose=verbose, **options))
+
+
+async def _serve_async(
+    sock: socket.socket,
+    model: str | None,
+    *,
+    tp: int,
+    max_slots: int,
+    max_queue: int,
+    max_length: int | None,
+    start_method: Any,
+    served_model_name: str | None,
+    stall_timeout: float,
+    drain_timeout: float,
+    verbose: bool,
+) -> None:
+    """Load, serve, and free everything.
+
+    Raises:
+        ConfigError: Found before any rank starts.
+        StartupError: A rank did not become ready.
+        ToldError: A rank or the engine failed later; the message has been printed.
+    """
+    from mpexec.engine.engine import ModelPlan
+    from mpexec.http.served import ServedModel, make_engine
+    from mpexec.http.server import HTTPServer, url_of
+
+    # The choice of executor is this command's, not its user's.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="mpexec")
+    config = EngineConfig(max_slots=max_slots, max_queue=max_queue, max_length=max_length, stop_timeout=_STOP_TIMEOUT_S)
+    plan = ModelPlan.read(model, tp, config)
+    served = ServedModel.read(plan, served_model_name)
+    engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
+    server = HTTPServer(engine, served, stall_timeout=stall_timeout, access_log=verbose)
+    try:
+        with stop_on_signals() as stop:
+            await server.run_async(
+                sock,
+                stop,
+                drain_timeout=drain_timeout,
+                on_ready=lambda: tell(f"serving {served.name} on {url_of(sock)}"),
+            )
+    except ConfigError:
+        raise
+    except Exception as failure:
+        # Told before the clean-up, and the clean-up is bounded: a rank that hangs must not delay the exit.
+        end_process_in(_FAILED_PATIENCE_S, 1)
+        complain(describe_failure(failure))
+        raise ToldError(1) from failure
+    finally:
+        try:
+            await engine.stop_async()
+        finally:
+            await engine.release_async()
