@@ -116,12 +116,14 @@ def command(model: str | None, host: str, port: int, verbose: bool, **options: A
     """
     try:
         import jinja2  # noqa: F401 - asked for here, to say what to install
+        import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
+        import zmq  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "serve needs starlette, uvicorn, prometheus_client and jinja2: pip install 'mpexec[serve]'"
+            f"{error.name or error} is not installed, and serve needs it: pip install 'mpexec[serve]'"
         ) from error
     from mpexec.http.server import bind
 

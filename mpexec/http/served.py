@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from mpexec.config import EngineConfig, StartMethod
-from mpexec.engine.engine import Engine, GenerationOutput, Health, Metrics, ModelPlan
+from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan
 from mpexec.engine.request import SamplingParams
 from mpexec.http.chat import ChatTemplate
+from mpexec.mp_engine.zmq_engine import ZMQEngine
 
 
 class ServedEngine(Protocol):
-    """The part of an engine's face that the server uses; see `Engine` for what each verb promises."""
+    """The part of an engine's face that the server uses; see `ZMQEngine` for what each verb promises."""
 
     @property
     def plan(self) -> ModelPlan: ...
@@ -43,8 +44,9 @@ async def make_engine(path: Path, tp: int, *, config: EngineConfig, start_method
         ConfigError: Found before any rank starts.
         StartupError: A rank did not become ready; nothing is left behind.
     """
-    # Ranks are processes also where there is one: a model that crashes must not take the server's last words along.
-    return await Engine.from_pretrained_async(path, tp, backend="mp", config=config, start_method=start_method)
+    # In a process of its own: answering HTTP and driving the ranks never wait for each other. Ranks are processes also
+    # where there is one: a model that crashes must not take the engine's last words along.
+    return await ZMQEngine.from_pretrained_async(path, tp, backend="mp", config=config, start_method=start_method)
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,11 @@ class AsyncRPCServer(TaskOwner):
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         tasks.start(self._until_fatal(), name="serve")
 
+    def release(self) -> None:
+        """Close at once what a loop has left behind that ended before `stop`. Works in any state, twice."""
+        self._forget_closed_loop()
+        self._context = None
+
     def _forget_closed_loop(self) -> None:
         """Whatever a loop left behind that was closed before `stop`."""
         self._close_sockets(linger_ms=0)
@@ -580,6 +585,11 @@ class AsyncRPCClient(TaskOwner):
         self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         tasks.start(self._until_ended(), name="receive")
         self._send(Hello())
+
+    def release(self) -> None:
+        """Close at once what a loop has left behind that ended before `stop`. Works in any state, twice."""
+        self._forget_closed_loop()
+        self._context = None
 
     def _forget_closed_loop(self) -> None:
         """Whatever a loop left behind that was closed before `stop`."""
