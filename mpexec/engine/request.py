@@ -7,7 +7,7 @@ request manager. What differs: a stop reaches every caller by event, with the ro
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={self.max_new_tokens!r}: use an integer of at least 1")
-        if not isinstance(self.temperature, int | float) or not 0 <= self.temperature < math.inf:
+        if not isinstance(self.temperature, int | float) or not 0 <= self.temperature <= sys.float_info.max:
             raise ConfigError(f"temperature={self.temperature!r}: use 0 (greedy) or a finite number above 0")
         if not _is_integer(self.seed) or not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"seed={self.seed!r}: use an integer from 0 to 2**63 - 1")

@@ -140,7 +140,7 @@ class _EngineProcess:
         except SystemExit:
             raise
         except BaseException as error:
-            logger.error("the engine failed: %s: %s", type(error).__name__, error)
+            logger.info("the engine failed: %s: %s", type(error).__name__, error)  # clients and parent are told
             server.say_closed(error)
             return FAILED
         finally:

@@ -49,7 +49,7 @@ class EngineProcess:
         self._owner = os.getpid()
         if abort is not None:
             abort.attach(lambda: self._news.put(("abort", None)))
-        rank_plan = RankPlan(rank=0, title="mpexec-engine")
+        rank_plan = RankPlan(rank=0, title="mpexec-engine", label="engine")
         (self._process,) = launch([rank_plan], start_method="spawn", entry=_ENTRY, payload=pickle.dumps(plan))
         self._monitor = Monitor()
         try:

@@ -238,11 +238,6 @@ class AsyncRPCServer(TaskOwner):
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         tasks.start(self._until_fatal(), name="serve")
 
-    def release(self) -> None:
-        """Close at once what a loop has left behind that ended before `stop`. Works in any state, twice."""
-        self._forget_closed_loop()
-        self._context = None
-
     def _forget_closed_loop(self) -> None:
         """Whatever a loop left behind that was closed before `stop`."""
         self._close_sockets(linger_ms=0)
@@ -588,6 +583,8 @@ class AsyncRPCClient(TaskOwner):
 
     def release(self) -> None:
         """Close at once what a loop has left behind that ended before `stop`. Works in any state, twice."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._end(WrongStateError("the client was released", state="released"))
         self._forget_closed_loop()
         self._context = None
 

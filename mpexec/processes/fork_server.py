@@ -161,7 +161,7 @@ def _request(
 ) -> Callable[[Deadline], RankProcess]:
     """Ask for one rank; the function given back waits for it."""
     assert message.environ is not None
-    wires = Wires.open(plan.rank, stack)
+    wires = Wires.open(plan, stack)
     status, theirs = lane_pair()
     stack.callback(status.close)
     stack.callback(theirs.close)

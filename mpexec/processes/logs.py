@@ -33,8 +33,9 @@ class RankLog:
     stdout, so it has a lock of its own: `drain` and `last_lines` never wait for it.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, label: str = "") -> None:
         self.rank = rank
+        self._label = label or f"rank {rank}"
         self._pipes = {name: _Pipe() for name in ("stdout", "stderr")}
         self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._unshown: collections.deque[tuple[str, list[str]]] = collections.deque()
@@ -118,7 +119,7 @@ class RankLog:
     def _show_next(self) -> None:
         """Show the lines of one reading, as many at a time as fit into one write."""
         name, lines = self._unshown.popleft()
-        prefix = f"[rank {self.rank}] "
+        prefix = f"[{self._label}] "
         parts: list[str] = []
         size = 0
         for line in lines:

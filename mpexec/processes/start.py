@@ -48,12 +48,14 @@ class RankPlan:
         env: Changes to this process's environment, None removes; in place before anything of the rank is imported.
         fds: Descriptors to hand over, by name; they stay the caller's.
         title: Name of the process in `top`, at most 15 bytes.
+        label: What its lines of output begin with, in brackets; its rank unless given.
     """
 
     rank: int
     env: Mapping[str, str | None] = field(default_factory=dict)
     fds: Mapping[str, int] = field(default_factory=dict)
     title: str = ""
+    label: str = ""
 
 
 def boot_message(plan: RankPlan, start_method: StartMethod, entry: str, payload: bytes) -> BootMessage:
@@ -145,12 +147,12 @@ class Wires:
     death_read: OwnedFd
 
     @classmethod
-    def open(cls, rank: int, stack: ExitStack) -> Wires:
+    def open(cls, plan: RankPlan, stack: ExitStack) -> Wires:
         """Make them; `stack` closes all of them unless it is emptied first."""
         lane, control = lane_pair()
         stack.callback(lane.close)
         stack.callback(control.close)
-        log = RankLog(rank)
+        log = RankLog(plan.rank, plan.label)
         stack.callback(log.close)
         death_read, death_write = death_pipe()
         stack.callback(death_read.close)
@@ -215,7 +217,7 @@ def popen_group(command: list[str], fds: Sequence[int], environ: Mapping[str, st
 def spawn(plan: RankPlan, message: BootMessage) -> RankProcess:
     """Start a rank as a new interpreter."""
     with ExitStack() as stack:
-        wires = Wires.open(plan.rank, stack)
+        wires = Wires.open(plan, stack)
         control, death_read, stdout, stderr = wires.child_ends()
         send_search_path(wires.lane, "mpexec.processes.boot")
         pid = popen_group(
@@ -233,7 +235,7 @@ def fork(plan: RankPlan, message: BootMessage) -> RankProcess:
     from mpexec.processes.forked import become_rank
 
     with ExitStack() as stack:
-        wires = Wires.open(plan.rank, stack)
+        wires = Wires.open(plan, stack)
         # Copies without an owner: a forked child closes all that has one.
         copies = [os.dup(fd) for fd in wires.child_ends()]
         for fd in copies:

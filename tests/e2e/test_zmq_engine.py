@@ -319,7 +319,9 @@ async def test_a_second_signal_stops_at_once(make: Make) -> None:
     await engine.release_async()
 
 
-async def test_sigterm_with_a_hung_rank_is_bounded_and_exits_with_one(make: Make) -> None:
+async def test_sigterm_with_a_hung_rank_is_bounded_and_exits_with_one(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
     engine = make(break_at=(150, 0, "hang"), drain_timeout=0.5, stop_timeout=2.0)
     await engine.start_async()
     stuck = asyncio.create_task(tokens(engine, [100], many()))
@@ -330,6 +332,7 @@ async def test_sigterm_with_a_hung_rank_is_bounded_and_exits_with_one(make: Make
         await engine.wait_tasks()
     assert time.monotonic() - since < within(0.5 + 2.0 + 1.5)
     assert isinstance((await asyncio.gather(stuck, return_exceptions=True))[0], EngineStoppedError)
+    assert "[engine] ranks [0] do not stop" in capfd.readouterr().err
     assert not alive(engine.pid, *engine.rank_pids)
     await engine.release_async()
 

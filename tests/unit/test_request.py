@@ -49,6 +49,7 @@ def last(*token_ids: int) -> Response:
         {"temperature": -0.1},
         {"temperature": math.nan},
         {"temperature": math.inf},
+        {"temperature": 10**400},
         {"temperature": "hot"},
         {"seed": -1},
         {"seed": 1 << 63},

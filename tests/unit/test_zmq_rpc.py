@@ -1817,3 +1817,20 @@ async def test_a_task_cancelled_from_outside_is_reported(folder: SocketFolder) -
                 task.cancel()
         with pytest.raises(TaskEndedError):
             await bounded(waiting)
+
+
+async def test_releasing_a_client_ends_its_calls_and_may_be_done_twice(folder: SocketFolder) -> None:
+    async with serving(folder, hold) as server:
+        client = AsyncRPCClient(server.address)
+        await client.start_async()
+        call = asyncio.create_task(client.call("hold"))
+        await until(lambda: server.open_calls == 1)
+        client.release()
+        with pytest.raises(WrongStateError, match="released"):
+            await bounded(call)
+        client.release()
+        await client.stop_async()
+
+
+async def hold() -> None:
+    await asyncio.Event().wait()
