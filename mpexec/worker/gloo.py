@@ -1,9 +1,9 @@
 """gloo groups that cost nothing while they idle.
 
 gloo's own thread looks round every 10 ms, which makes two idle ranks use 0.2 to 0.5 % of a core. The thread inherits
-the timer slack of the one that makes its device, so a device made with a long slack has a thread that wakes seven times
-less often; data that arrives wakes it at once as before. torch makes the device itself, just before it polls the store,
-and that polling must not be late: so the device is made here, and handed over as torch's own tests do it.
+the timer slack of the one that makes its device, so a device made with a long slack has a thread that wakes a dozen
+times less often; data that arrives wakes it at once as before. torch makes the device itself, just before it polls the
+store, and that polling must not be late: so the device is made here, and handed over as torch's own tests do it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpexec.transport.linux import timer_slack
 
 logger = logging.getLogger(__name__)
 
-_SLACK_NS = 60_000_000
+_SLACK_NS = 120_000_000
 
 
 @contextlib.contextmanager
