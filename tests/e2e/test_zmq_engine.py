@@ -111,6 +111,7 @@ async def open_streams(engine: ZMQEngine, count: int = STREAMS) -> tuple[list[as
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
+# F004
 @pytest.mark.parametrize("victim", ["engine", "rank 0", "rank 1"])
 async def test_a_kill_reaches_sixteen_streams_and_wait_tasks_with_the_true_cause(make: Make, victim: str) -> None:
     engine = make(max_slots=STREAMS)
@@ -200,6 +201,28 @@ async def test_two_clients_share_one_engine_and_leave_it_as_it_is(make: Make) ->
         assert await tokens(engine, [5], many(2)) == [6, 7]
         with pytest.raises(EngineStoppedError):
             await tokens(second, [5], many(2))
+
+
+# F037
+async def test_a_failure_on_a_rank_reaches_three_clients_with_type_and_text(make: Make) -> None:
+    engine = make(max_slots=3, break_at=(600, 1, "raise"))
+    await engine.start_async()
+    clients = [engine, EngineClient(engine.address), EngineClient(engine.address)]
+    for client in clients[1:]:
+        await client.start_async()
+    outcomes = await asyncio.gather(
+        *(tokens(client, [first], many()) for first, client in enumerate(clients)), return_exceptions=True
+    )
+    for outcome in outcomes:
+        assert isinstance(outcome, EngineStoppedError)
+        assert isinstance(outcome.__cause__, BrokenOnPurposeError)
+        assert "(600, 1, 'raise')" in str(outcome.__cause__)
+        assert "in forward" in str(outcome.__cause__.__cause__)
+    for client in clients:
+        with pytest.raises(BrokenOnPurposeError):
+            await client.wait_tasks()
+        assert isinstance(client.health().reason, BrokenOnPurposeError)
+        await client.release_async()
 
 
 CLIENT = """
@@ -407,6 +430,19 @@ def test_an_engine_that_is_forgotten_or_there_at_the_end_leaves_nothing(tmp_path
         *pids, address = line.split()
         assert not alive(*map(int, pids))
         assert not Path(address.removeprefix("ipc://")).parent.exists()
+
+
+# F106
+@pytest.mark.parametrize("folder", ["long", "missing", "read-only"])
+async def test_it_works_wherever_the_temporary_folder_is(
+    make: Make, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / ("x" * 150 if folder == "long" else "tmp")
+    if folder != "missing":
+        path.mkdir(mode=0o500 if folder == "read-only" else 0o700)
+    monkeypatch.setenv("TMPDIR", str(path))
+    async with make() as engine:
+        assert await tokens(engine, [5], many(3)) == [6, 7, 8]
 
 
 # -- where it is used ------------------------------------------------------------------------------------------------

@@ -495,6 +495,7 @@ async def test_calls_in_flight_get_their_own_answers(folder: SocketFolder) -> No
         assert server.open_calls == 0
 
 
+# F046
 async def test_replies_of_all_sizes_arrive_whole_while_the_client_reads_slowly(folder: SocketFolder) -> None:
     sizes = (10, 70_000, 5_000_000)
     dice = random.Random(5)
