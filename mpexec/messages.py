@@ -94,8 +94,8 @@ class Failure:
             pid=os.getpid(),
             method=method,
             type_name=_qualified(type(error)),
-            text=_text_of(error),
-            traceback=_traceback_of(error),
+            text=text_of(error),
+            traceback=traceback_of(error),
             lost_peer=looks_like_lost_peer(error),
             at_ns=time.monotonic_ns(),
             pickled=pickled,
@@ -159,18 +159,20 @@ def _qualified(cls: type) -> str:
     )
 
 
-def _text_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """The text of an error, whatever its class does when asked for it."""
     try:
         return str(error)
     except Exception as failed:  # a user's __str__ may raise
         return f"<no text: __str__ raised {type(failed).__name__}>"
 
 
-def _traceback_of(error: BaseException) -> str:
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error as text, or what can be had of it."""
     try:
         return "".join(traceback.format_exception(error)).rstrip()
     except Exception:  # formatting calls user code too
-        return "".join(traceback.format_tb(error.__traceback__)) + f"{_qualified(type(error))}: {_text_of(error)}"
+        return "".join(traceback.format_tb(error.__traceback__)) + f"{_qualified(type(error))}: {text_of(error)}"
 
 
 _LOST_PEER_TEXTS = (
@@ -195,7 +197,7 @@ def looks_like_lost_peer(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    text = _text_of(error).lower()
+    text = text_of(error).lower()
     return any(part in text for part in _LOST_PEER_TEXTS)
 
 
@@ -203,7 +205,7 @@ def unpicklable(value: Any, error: BaseException, what: str, *, rank: int | None
     """The error for a value that cannot be pickled, naming what it is and the remedy."""
     name = _qualified(type(value))
     return SerializationError(
-        f"{what} cannot be pickled: {_text_of(error)} (top-level type {name}). Pass plain data, arrays or tensors, "
+        f"{what} cannot be pickled: {text_of(error)} (top-level type {name}). Pass plain data, arrays or tensors, "
         "or objects whose class is importable on both sides.",
         type_name=name,
         rank=rank,

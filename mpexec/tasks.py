@@ -246,6 +246,18 @@ class TaskOwner:
             return
         loop.call_soon_threadsafe(tasks.post_cancel)
 
+    def _stop_within(self, seconds: float) -> None:
+        """Request the stop, on the loop's own thread or where the loop has ended; elsewhere block until it is done.
+
+        Raises:
+            TimeoutError: The loop did not get to it.
+        """
+        loop = self._loop
+        if loop is None or not loop.is_running() or _runs_here(loop):
+            TaskOwner.stop(self)
+        else:
+            asyncio.run_coroutine_threadsafe(self.stop_async(), loop).result(seconds)
+
     async def stop_async(self) -> None:
         """End the background tasks and those of the submodules, and wait until they are gone."""
         tasks, self._tasks = self._tasks, None
@@ -289,3 +301,10 @@ class TaskOwner:
             await self.release_async()
         if failure is not None and error is None:
             raise failure
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -352,11 +351,7 @@ class Engine(TaskOwner):
         Raises:
             TimeoutError: The engine's loop did not get to it.
         """
-        loop = self._loop
-        if loop is None or not loop.is_running() or _runs_here(loop):
-            super().stop()
-        else:
-            asyncio.run_coroutine_threadsafe(self.stop_async(), loop).result(self._stop_timeout + _LOOP_PATIENCE_S)
+        self._stop_within(self._stop_timeout + _LOOP_PATIENCE_S)
 
     def release(self) -> None:
         """Free the ranks; blocks up to the stop timeout. Works in any state, twice, and after a failure."""
@@ -369,10 +364,3 @@ class Engine(TaskOwner):
             await self.stop_async()
         finally:
             await self._engine_loop.release_async()
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpexec.engine.engine import Engine
-from mpexec.errors import MpexecError, TransportError
+from mpexec.errors import MpexecError
 from mpexec.executor.base import State
 from mpexec.mp_engine.frames import box_error
 from mpexec.mp_engine.service import EngineService
@@ -179,7 +179,7 @@ class _EngineProcess:
                 if message[0] == "exit":
                     self._ended.set()
                     self._drain.set()  # a SIGTERM that follows must not begin to drain
-        except (TransportError, MpexecError) as error:  # the parent has gone, or closed its end
+        except MpexecError as error:  # the parent has gone, or closed its end
             logger.debug("the control lane has ended: %s", error)
             asyncio.get_running_loop().remove_reader(self._lane.fileno())
             self._ended.set()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -22,7 +21,7 @@ from typing import Annotated, Any
 import msgspec
 
 from mpexec.errors import MpexecError, RemoteError, RemoteTraceback, SerializationError
-from mpexec.messages import unpicklable
+from mpexec.messages import text_of, traceback_of, unpicklable
 from mpexec.transport.frame import dumps
 
 logger = logging.getLogger(__name__)
@@ -186,9 +185,9 @@ def _box(error: BaseException, whole: BaseException, depth: int) -> BoxedError:
     return BoxedError(
         pickled=_pickled(error),
         type_name=type(error).__qualname__,
-        text=_text(error),
+        text=text_of(error),
         notes=_notes(error),
-        remote_traceback="" if own or cause is not None else _traceback(whole),
+        remote_traceback="" if own or cause is not None else traceback_of(whole),
         cause=None if cause is None else _box(cause, whole, depth + 1),
     )
 
@@ -238,17 +237,3 @@ def _cause(box: BoxedError) -> BaseException | None:
     if box.cause is not None:
         return unbox_error(box.cause)
     return RemoteTraceback(box.remote_traceback) if box.remote_traceback else None
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as failed:  # a user's __str__ may raise
-        return f"<no text: __str__ raised {type(failed).__name__}>"
-
-
-def _traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error)).rstrip()
-    except Exception:  # formatting calls user code too
-        return f"{type(error).__qualname__}: {_text(error)}"

@@ -84,7 +84,7 @@ class EngineService(TaskOwner):
             async with aclosing(self._engine.generate(prompt, params)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is not None:
-                        self._publish(self._engine.metrics())
+                        self._server.publish(self._engine.metrics())
                     yield output.text, output.token_ids, output.finish_reason
         finally:
             self._streams -= 1
@@ -123,9 +123,6 @@ class EngineService(TaskOwner):
                 await asyncio.Event().wait()  # the engine's own end, with its clean-up, ends this task
             await self._engine.requests.opened_async()
 
-    def _publish(self, metrics: Metrics) -> None:
-        self._server.publish(metrics)
-
     async def _publish_metrics(self) -> None:
         """Clients see counts that are a moment old; while nothing changes, nothing is sent."""
         last: Metrics | None = None
@@ -133,6 +130,6 @@ class EngineService(TaskOwner):
             await self._changed.wait()
             self._changed.clear()
             while (now := self._engine.metrics()) != last or self._streams:
-                self._publish(now)
+                self._server.publish(now)
                 last = now
                 await asyncio.sleep(_METRICS_EVERY_S)

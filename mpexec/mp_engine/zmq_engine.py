@@ -193,11 +193,7 @@ class ZMQEngine(EngineClient):
         On the thread of the loop on which it was started this is a request, and `wait_tasks` ends when it is done; from
         any other thread it blocks until then, bounded by the stop timeout.
         """
-        loop = self._loop
-        if loop is None or not loop.is_running() or _runs_here(loop):
-            super().stop()
-        else:
-            asyncio.run_coroutine_threadsafe(self.stop_async(), loop).result(self._stop_timeout + 1.0)
+        self._stop_within(self._stop_timeout + 1.0)
 
     def release(self) -> None:
         """End the process and its ranks; blocks up to the stop timeout. Works in any state, twice, after a failure."""
@@ -222,10 +218,3 @@ def _end_process(process: EngineProcess, seconds: float) -> None:
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed; its waiters are gone with it
         loop.call_soon_threadsafe(callback)
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
