@@ -137,7 +137,7 @@ def _exits_as_themselves() -> Iterator[None]:
 class _ServerCall:
     """One call or stream that runs on the server."""
 
-    __slots__ = ("cancelled", "credit", "id", "peer", "room", "task")
+    __slots__ = ("cancelled", "credit", "id", "limit", "peer", "room", "task")
 
     def __init__(self, peer: _Peer, call_id: int, credit: int) -> None:
         self.peer = peer
@@ -145,13 +145,19 @@ class _ServerCall:
         self.credit = credit
         self.room = asyncio.Event()
         self.cancelled = False  # by its client, or because that has gone
+        self.limit: asyncio.Timeout | None = None  # while its work runs
         self.task: asyncio.Task[Item] | None = None
 
     def cancel(self) -> None:
-        """Ask its task to end; once, so that its clean-up is not cut short."""
-        if not self.cancelled and self.task is not None:
-            self.cancelled = True
-            self.task.cancel()
+        """Ask its task to end; once, so that its clean-up is not cut short, neither by nor after its deadline."""
+        if self.cancelled or self.task is None:
+            return
+        self.cancelled = True
+        if self.limit is not None:
+            if self.limit.expired():
+                return
+            self.limit.reschedule(None)
+        self.task.cancel()
 
 
 class _Peer:
@@ -384,10 +390,14 @@ class AsyncRPCServer(TaskOwner):
         """
         try:
             async with asyncio.timeout(request.timeout) as limit:
-                if request.credit is None:
-                    return REPLY, call.id, dump_value(await work)
-                await self._pump(call, work)
-                return END, call.id, b""
+                call.limit = limit
+                try:
+                    if request.credit is None:
+                        return REPLY, call.id, dump_value(await work)
+                    await self._pump(call, work)
+                    return END, call.id, b""
+                finally:
+                    call.limit = None
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:

@@ -603,6 +603,40 @@ async def test_a_deadline_ends_the_call_on_both_sides(folder: SocketFolder) -> N
         assert (sleeper.begun, sleeper.ended) == (2, 2)
 
 
+@pytest.mark.parametrize("first", ["deadline", "cancel"])
+async def test_a_clean_up_is_cut_short_neither_by_nor_after_the_deadline(folder: SocketFolder, first: str) -> None:
+    begun, cleaning, go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    cleaned = 0
+
+    async def work() -> None:
+        nonlocal cleaned
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await go_on.wait()
+            cleaned += 1
+
+    async with serving(folder, work) as server, raw_client(server.address) as dealer:
+        await dealer.send(encode_requests([Call(1, "work", encode_arguments((), {}), timeout=0.05)]))
+        await bounded(begun.wait())
+        if first == "cancel":
+            await dealer.send(encode_requests([Cancel(1)]))
+        await bounded(cleaning.wait())
+        if first == "deadline":
+            await dealer.send(encode_requests([Cancel(1)]))
+            (call,) = server._calls
+            await until(lambda: call.cancelled)
+        else:
+            await asyncio.sleep(0.1)  # time itself is what must not matter: the deadline passes meanwhile
+        go_on.set()
+        kind, call_id = 0, 0
+        while call_id != 1:
+            kind, call_id, _ = await dealer.item()
+        assert (kind, cleaned) == (CANCELLED, 1)
+
+
 async def test_the_server_keeps_the_deadline_also_of_a_client_that_does_not(folder: SocketFolder) -> None:
     sleeper = Sleeper()
     async with serving(folder, sleeper.sleep, sleeper.doze) as server, raw_client(server.address) as dealer:
