@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mpexec.executor import build_executor
     from mpexec.executor.base import Executor, State
     from mpexec.executor.mp import MPExecutor
+    from mpexec.executor.ray import RayExecutor
     from mpexec.executor.uni import UniExecutor
     from mpexec.mp_engine.engine_client import EngineClient
     from mpexec.mp_engine.zmq_engine import ZMQEngine
@@ -55,6 +56,7 @@ _HOMES = {
     "executor": ("build_executor",),
     "executor.base": ("Executor", "State"),
     "executor.mp": ("MPExecutor",),
+    "executor.ray": ("RayExecutor",),
     "executor.uni": ("UniExecutor",),
     "mp_engine.engine_client": ("EngineClient",),
     "mp_engine.zmq_engine": ("ZMQEngine",),
@@ -80,6 +82,7 @@ __all__ = [
     "MpexecError",
     "QueueFullError",
     "RPCTimeoutError",
+    "RayExecutor",
     "RemoteError",
     "RemoteTraceback",
     "SamplingParams",

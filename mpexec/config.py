@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -135,6 +136,64 @@ class WorkerSpec:
     def threads_per_rank(self) -> int:
         """Threads for each rank: as asked, else the usable cores divided by the ranks."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.world_size)
+
+
+PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayOptions:
+    """Where a `RayExecutor` puts its ranks.
+
+    Attributes:
+        address: Of the cluster ("host:port", or "auto"). None joins the one that this process is connected to, that of
+            `RAY_ADDRESS`, or one that runs on this machine; where there is none, a local one is started.
+        placement_strategy: How the bundles of a placement group of our own are spread: "PACK", "SPREAD",
+            "STRICT_PACK" or "STRICT_SPREAD".
+        placement_group: A placement group of the user's, which stays when the executor is released.
+        bundle_indices: Bundles of that group, one for each rank, in the order of the ranks; None takes the first ones.
+        placement_timeout: Seconds to wait for room in the cluster. None waits 60 s where the cluster is large enough,
+            and not at all where it is too small as it stands; a number waits in both cases, for a cluster that grows.
+        cpus_per_rank: CPUs that Ray reserves for each rank.
+        resources_per_rank: Further resources that it reserves, by name. A GPU for each rank follows from the device.
+        runtime_env: Ray's `runtime_env` of the actors.
+    """
+
+    address: str | None = None
+    placement_strategy: str = "PACK"
+    placement_group: Any = None
+    bundle_indices: tuple[int, ...] | None = None
+    placement_timeout: float | None = None
+    cpus_per_rank: float = 1.0
+    resources_per_rank: Mapping[str, float] = field(default_factory=dict)
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.address is not None and (not isinstance(self.address, str) or not self.address):
+            raise ConfigError(f"address={self.address!r}: use 'host:port' or 'auto'")
+        if self.address is not None and "://" in self.address:
+            raise ConfigError(
+                f"address={self.address!r}: Ray Client is not supported; run this program on a node of the cluster and "
+                "give 'host:port' or 'auto'"
+            )
+        if self.placement_strategy not in PLACEMENT_STRATEGIES:
+            raise ConfigError(
+                f"placement_strategy={self.placement_strategy!r}: use one of {', '.join(PLACEMENT_STRATEGIES)}"
+            )
+        if self.placement_timeout is not None:
+            _positive("placement_timeout", self.placement_timeout)
+        if self.bundle_indices is not None:
+            if self.placement_group is None:
+                raise ConfigError(f"bundle_indices={self.bundle_indices!r}: they need a placement_group")
+            object.__setattr__(self, "bundle_indices", tuple(self.bundle_indices))
+        amounts = {"cpus_per_rank": self.cpus_per_rank, **self.resources_per_rank}
+        for name, amount in amounts.items():
+            if not isinstance(amount, int | float) or isinstance(amount, bool) or not 0 <= amount < math.inf:
+                raise ConfigError(f"{name}={amount!r}: use a number of at least 0")
+        if own := {"CPU", "GPU", "memory", "object_store_memory"} & set(self.resources_per_rank):
+            raise ConfigError(
+                f"resources_per_rank names {sorted(own)}: CPUs are cpus_per_rank, GPUs follow from device"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

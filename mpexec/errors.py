@@ -95,6 +95,8 @@ class WorkerDiedError(MpexecError):
         signal_name: For example "SIGKILL", None when it exited by itself.
         method: The method it was in, or None.
         last_lines: The last lines it wrote to stdout and stderr, oldest first.
+        node: Where it ran, in the words of the cluster; "" on this machine.
+        reason: What the cluster said of its end, "" where there is none.
     """
 
     rank: int = -1
@@ -103,6 +105,8 @@ class WorkerDiedError(MpexecError):
     signal_name: str | None = None
     method: str | None = None
     last_lines: tuple[str, ...] = ()
+    node: str = ""
+    reason: str = ""
 
 
 class RPCTimeoutError(MpexecError, TimeoutError):

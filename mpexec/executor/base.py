@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import enum
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -15,7 +16,7 @@ from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
 from mpexec.executor.future import Callbacks, CallFuture
 from mpexec.executor.outputs import Outputs, OutputWait
-from mpexec.executor.pending import CallTable, PendingCall, broken_error
+from mpexec.executor.pending import CallTable, PendingCall, broken_error, stopped_by_error
 from mpexec.executor.threads import in_thread
 from mpexec.messages import method_name
 
@@ -79,6 +80,8 @@ class Executor:
         self._background: PendingCall | None = None
         self._stopping = False
         self._awaiters = 0
+        self._unstopped: dict[int, int] = {}  # ranks told to stop that have not answered: the token of each
+        self._stop_tokens = itertools.count(1)
         self._usable = False  # the state allows calls; kept beside it because every call asks
         self._told = False  # a caller has been told why the executor is broken
         self._all_ranks = tuple(self.topology.ranks)
@@ -368,7 +371,29 @@ class Executor:
 
     def _start_ranks(self) -> None:
         """Start the workers' background tasks and enter the background call that waits for them."""
-        raise NotImplementedError
+        self._outputs.reset()
+        start = self._begin("start", (), None, None, None, (), self.spec.init_timeout)
+        try:
+            self._wait(start)
+            start.outcome()
+        except BaseException:
+            self._abandon(start)
+            if self._state is not State.BROKEN:  # the tasks of other ranks may run
+                self._stop_once()
+            raise
+        background, earlier = self._new_background(), self._background
+        with self._state_lock:
+            self._check_alive()
+            self._enter(State.RUNNING)
+            self._background = background
+        self._post(background, "wait_tasks", (), None, (), None)
+        self._watch_background(background)
+        if earlier is not None and earlier.error is not None and not earlier.call_id:
+            self._background_failed(earlier.error)  # of a call that had been notified before the start
+
+    def _watch_background(self, background: PendingCall) -> None:
+        """See to it that the background call ends although perhaps nobody waits for it."""
+        self._leave_unwaited(background, covered=True)
 
     def _stop_ranks(self) -> None:
         """Stop the workers' background tasks, bounded by `stop_timeout`; never twice at once."""
@@ -382,12 +407,40 @@ class Executor:
         """The call that waits for the background tasks of all ranks; an executor that idles is no news."""
         pending = PendingCall(0, "wait_tasks", self._all_ranks, (), NEVER, self._grace)
         pending.reports = False
+        pending.on_failure = self._stop_others
         pending.closer = self._background_over
         pending.forget = self._calls.close
         return pending
 
+    def _stop_others(self, background: PendingCall) -> None:
+        """The first rank's background tasks have failed: the others are to stop theirs."""
+        raise NotImplementedError
+
     def _background_over(self, background: PendingCall) -> None:
         """The background call has ended; if it failed, everything stops."""
+        error = background.error
+        if error is None:
+            return
+        with self._state_lock:
+            if self._state is not State.RUNNING:
+                return
+            if not background.stuck:
+                self._enter(State.STOPPED)
+        if background.stuck:
+            self._break(error)
+            return
+        if not background.failed:
+            self._stop_others(background)
+        self._outputs.fail(error)
+        self._calls.end_all(lambda pending: stopped_by_error(pending, error))
+
+    def _break(self, root: BaseException, error_for: Callable[[PendingCall], BaseException] | None = None) -> None:
+        """The executor cannot go on: end every call, then the ranks. The first root cause stays.
+
+        Args:
+            root: The root cause.
+            error_for: Makes the error of each call in flight; an `ExecutorBrokenError` where it is not given.
+        """
         raise NotImplementedError
 
     def _fail_background(self, error: BaseException) -> None:
@@ -548,7 +601,30 @@ class Executor:
 
     def _unstopped_ranks(self) -> bool:
         """True while a rank that was told to stop has not said that it did."""
-        raise NotImplementedError
+        return bool(self._unstopped)
+
+    def _told_to_stop(self, rank: int) -> int:
+        """A rank is told to stop; the token that its answer must have."""
+        token = next(self._stop_tokens)
+        with self._changed:
+            self._unstopped[rank] = token
+        return token
+
+    def _has_stopped(self, rank: int, token: int) -> None:
+        """A rank's answer to being told to stop; one to an earlier telling counts for nothing."""
+        with self._changed:
+            if self._unstopped.get(rank) == token:
+                del self._unstopped[rank]
+                self._changed.notify_all()
+
+    def _await_stop(self, deadline: Deadline) -> list[int]:
+        """Wait for the ranks that were told to stop, and enter STOPPED if all have; the ranks that have not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is State.BROKEN or not self._unstopped, deadline.remaining())
+            stuck = sorted(self._unstopped)
+            if not stuck and self._state in (State.READY, State.RUNNING):
+                self._enter(State.STOPPED)
+            return stuck
 
     def release(self) -> None:
         """Free processes, memory and descriptors. Never raises for what is gone; works after a failure, and twice."""

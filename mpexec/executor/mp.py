@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -18,21 +17,27 @@ from mpexec.deadline import Deadline
 from mpexec.errors import (
     ExecutorStoppedError,
     MpexecError,
-    RPCTimeoutError,
-    SerializationError,
     StartupError,
     TransportError,
     WrongStateError,
     attach_others,
 )
 from mpexec.executor.base import Executor, Method, State
-from mpexec.executor.group import RankGroup, StartAbort, died_error
+from mpexec.executor.group import RankGroup
 from mpexec.executor.inbox import Inbox, Waitable
 from mpexec.executor.link import Link
 from mpexec.executor.outbox import Outbox
 from mpexec.executor.outputs import OutputWait
-from mpexec.executor.pending import PendingCall, broken_error, first_line, stopped_by_error, stopped_error
-from mpexec.executor.stacks import collect_stacks
+from mpexec.executor.pending import (
+    PendingCall,
+    broken_error,
+    first_line,
+    stopped_error,
+    timeout_error,
+    undecodable_error,
+)
+from mpexec.executor.stacks import ProcessStacks, collect_stacks
+from mpexec.executor.starting import StartAbort, died_error
 from mpexec.executor.threads import in_thread
 from mpexec.messages import Failure
 from mpexec.processes import Death, refuse_while_importing_main
@@ -93,8 +98,6 @@ class MPExecutor(Executor):
         super().__init__(agent, **options)
         refuse_while_importing_main()
         self._enter(State.STARTING)
-        self._unstopped: dict[int, int] = {}  # ranks told to stop that have not answered: the token of each
-        self._stop_tokens = itertools.count(1)
         self._trim_planned = False
         self._is_freed = False
         self._ender: threading.Thread | None = None
@@ -230,7 +233,7 @@ class MPExecutor(Executor):
         try:
             value = receiver.open(record)
         except Exception as error:  # unpickling runs user code, and a class may be missing here
-            pending.fail(rank, _undecodable(error, rank, pending.method))
+            pending.fail(rank, undecodable_error(error, rank, pending.method))
             return
         if record.kind == DONE:
             pending.accept(rank, value)
@@ -243,7 +246,7 @@ class MPExecutor(Executor):
         try:
             value = receiver.open(record)
         except Exception as error:  # as above
-            self._background_failed(_undecodable(error, 0, "forward"))
+            self._background_failed(undecodable_error(error, 0, "forward"))
             return
         if isinstance(value, Failure):
             self._background_failed(value.to_exception())
@@ -260,20 +263,12 @@ class MPExecutor(Executor):
             _, token, text = message
             if text:
                 logger.warning("rank %d failed while it stopped: %s", rank, text)
-            with self._changed:
-                if self._unstopped.get(rank) == token:
-                    del self._unstopped[rank]
-                    self._changed.notify_all()
-
-    def _unstopped_ranks(self) -> bool:
-        return bool(self._unstopped)
+            self._has_stopped(rank, token)
 
     def _tell_to_stop(self, last_id: int) -> None:
         """Tell every rank to stop its tasks and to drop the calls up to `last_id`; does not wait."""
         for rank in self._all_ranks:
-            token = next(self._stop_tokens)
-            with self._changed:
-                self._unstopped[rank] = token
+            token = self._told_to_stop(rank)
             if not self._group.tell(rank, ("stop", token, last_id)):
                 logger.debug("rank %d could not be told to stop", rank)
 
@@ -334,31 +329,9 @@ class MPExecutor(Executor):
     def _background_failed(self, error: BaseException) -> None:
         self._inbox.post(lambda: self._fail_background(error))
 
-    def _new_background(self) -> PendingCall:
-        pending = super()._new_background()
-        pending.on_failure = self._stop_others
-        return pending
-
     def _stop_others(self, background: PendingCall) -> None:
         """The first rank's background tasks have failed: the others are to stop theirs."""
         self._tell_to_stop(self._outbox.last_id())
-
-    def _background_over(self, background: PendingCall) -> None:
-        error = background.error
-        if error is None:
-            return
-        with self._state_lock:
-            if self._state is not State.RUNNING:
-                return
-            if not background.stuck:
-                self._enter(State.STOPPED)
-        if background.stuck:
-            self._break(error)
-            return
-        if not background.failed:
-            self._stop_others(background)
-        self._outputs.fail(error)
-        self._calls.end_all(lambda pending: stopped_by_error(pending, error))
 
     def expire(self, waiting: Waitable) -> None:
         """Time has changed something for a call: its grace is over, its deadline has passed, or a report is due."""
@@ -372,21 +345,19 @@ class MPExecutor(Executor):
         if pending.deadline.expired:
             pending.timed_out = True
             missing = pending.missing
-            stacks = collect_stacks(self._group, self._link, missing)
+            stacks = collect_stacks({rank: self._stacks_of(rank) for rank in missing})
             self._inbox.post(lambda: self._time_out(pending, missing, stacks))
         elif pending.report_due(now):
             logger.warning("waiting for %r (call %d): %s", pending.method, pending.call_id, self._states_text())
 
+    def _stacks_of(self, rank: int) -> ProcessStacks:
+        signum = self._group.ready[rank].stack_signal
+        return ProcessStacks(self._group.processes[rank], self._link.ranks[rank], signum)
+
     def _time_out(self, pending: PendingCall, missing: tuple[int, ...], stacks: dict[int, str]) -> None:
         if pending.done:  # stopped or abandoned while the stacks were collected
             return
-        error = RPCTimeoutError(
-            f"{pending.method!r} (call {pending.call_id}): no answer from ranks {list(missing)} by the deadline.\n"
-            f"{self._states_text()}\n" + "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items()),
-            method=pending.method,
-            missing_ranks=missing,
-            stacks=stacks,
-        )
+        error = timeout_error(pending, missing, stacks, self._states_text())
         self._break(error, lambda other: error if other is pending else broken_error(error))
 
     def _next_unwaited_expiry(self) -> int | None:
@@ -439,27 +410,11 @@ class MPExecutor(Executor):
 
     def _start_ranks(self) -> None:
         self._inbox.pump()  # outputs of an earlier run are in the rings by now, and must not be taken for new ones
-        self._outputs.reset()
-        start = self._begin("start", (), None, None, None, (), self.spec.init_timeout)
-        try:
-            self._wait(start)
-            start.outcome()
-        except BaseException:
-            self._abandon(start)
-            if self._state is not State.BROKEN:
-                self._stop_once()
-            raise
-        background = self._new_background()
-        earlier = self._background
-        with self._state_lock:
-            self._check_alive()
-            self._enter(State.RUNNING)
-            self._background = background
-        self._post(background, "wait_tasks", (), None, (), None)
+        super()._start_ranks()
+
+    def _watch_background(self, background: PendingCall) -> None:
         self._inbox.count_unwaited(1, covered=True)
         background.on_done(lambda _: self._inbox.count_unwaited(-1, covered=True))
-        if earlier is not None and earlier.error is not None and not earlier.call_id:
-            self._background_failed(earlier.error)  # of a call that had been notified before the start
 
     def _stop_ranks(self) -> None:
         if os.getpid() != self._owner:
@@ -468,15 +423,9 @@ class MPExecutor(Executor):
         last_id = self._outbox.last_id()
         self._inbox.post(self._end_calls_stopped)
         self._tell_to_stop(last_id)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._state is State.BROKEN or not self._unstopped, deadline.share(0.7).remaining()
-            )
-            stuck = sorted(self._unstopped)
-            if not stuck and self._state in (State.READY, State.RUNNING):
-                self._enter(State.STOPPED)
-            if not stuck or self._state in (State.BROKEN, State.RELEASED):
-                return
+        stuck = self._await_stop(deadline.share(0.7))
+        if not stuck or self._state in (State.BROKEN, State.RELEASED):
+            return
         logger.warning("ranks %s do not stop: %s", stuck, self._states_text())
         error = ExecutorStoppedError(f"ranks {stuck} did not stop within stop_timeout and were ended")
         self._inbox.post(lambda: self._break(error))
@@ -592,13 +541,3 @@ def _is_news(death: Death) -> bool:
 
 def _settle(pending: PendingCall, now: int) -> None:
     pending.settle(now)
-
-
-def _undecodable(error: Exception, rank: int, method: str) -> Exception:
-    failed = SerializationError(
-        f"what rank {rank} sent for {method!r} cannot be rebuilt here: {type(error).__name__}: {error}",
-        type_name=type(error).__name__,
-        rank=rank,
-    )
-    failed.__cause__ = error
-    return failed

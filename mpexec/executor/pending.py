@@ -13,13 +13,20 @@ from collections.abc import Callable
 from typing import Any
 
 from mpexec.deadline import Deadline
-from mpexec.errors import ExecutorBrokenError, ExecutorStoppedError, attach_others
+from mpexec.errors import (
+    ExecutorBrokenError,
+    ExecutorStoppedError,
+    RPCTimeoutError,
+    SerializationError,
+    attach_others,
+)
 from mpexec.messages import Failure
 
 logger = logging.getLogger(__name__)
 
 _MS = 1_000_000
 _LOST_PEER_HOLD_NS = 50 * _MS  # a lost-peer error may be the first news of a death that the kernel still works on
+_SUSPECT_HOLD_NS = 10_000 * _MS  # of a rank on another machine, whose death is noticed when its node stops answering
 _FIRST_REPORT_NS = 60_000 * _MS
 
 
@@ -49,6 +56,8 @@ class PendingCall:
         stuck: It ended although some rank had not answered: that rank counts as stuck.
         reports: Waiting for it long without a timeout is worth a log line.
         timed_out: The deadline has passed; answers that come while stacks are collected change nothing any more.
+        suspects: Missing ranks of which nobody knows whether they live. As long as there are any, errors that look like
+            a lost peer are not taken for the root cause, for ten seconds at most.
         bare: The caller named one reply rank as an integer and gets its value without a list.
         closer: Called as the first thing when the call is over, in the thread that drains.
         forget: Called after everybody but its waiter has been told: takes the call out of the table. A Ctrl-C before
@@ -68,6 +77,7 @@ class PendingCall:
     closer: Callable[[PendingCall], None] | None = None
     forget: Callable[[PendingCall], None] | None = None
     on_failure: Callable[[PendingCall], None] | None = None
+    suspects: frozenset[int] = frozenset()
     _failures: tuple[_Ending, ...] = ()
     _first_failure_ns = 0
     _on_done: list[Callable[[PendingCall], None]] | None = None
@@ -124,6 +134,12 @@ class PendingCall:
         if not self.settle(now):
             self._wake_waiter()
 
+    def clear(self, rank: int) -> None:
+        """A suspect has shown that it lives."""
+        self.suspects -= {rank}
+        if not self.settle(time.monotonic_ns()):
+            self._wake_waiter()
+
     def _wake_waiter(self) -> None:
         """Its thread or loop sleeps until the old expiry, and there may be a sooner one now."""
         if self.gate is not None:
@@ -158,8 +174,10 @@ class PendingCall:
         return self._first_failure_ns + int(grace * 1e9)
 
     def _held_until(self) -> int:
-        only_consequences = all(ending.consequence for ending in self._failures)
-        return self._first_failure_ns + _LOST_PEER_HOLD_NS if only_consequences else 0
+        if not all(ending.consequence for ending in self._failures):
+            return 0
+        unknown = bool(self.suspects) and not self.suspects.isdisjoint(self.missing)
+        return self._first_failure_ns + (_SUSPECT_HOLD_NS if unknown else _LOST_PEER_HOLD_NS)
 
     def _root_cause(self) -> BaseException:
         ordered = sorted(self._failures, key=lambda ending: ending.order)
@@ -238,6 +256,8 @@ class PendingCall:
 
     def next_expiry(self) -> int | None:
         """Monotonic ns of the next moment at which time alone changes something; None if there is none."""
+        if self.timed_out:
+            return None
         moments = []
         if self._failures:
             if not self.missing:
@@ -349,3 +369,27 @@ def stopped_by_error(pending: PendingCall, root: BaseException) -> ExecutorStopp
     )
     error.__cause__ = root
     return error
+
+
+def timeout_error(
+    pending: PendingCall, missing: tuple[int, ...], stacks: dict[int, str], states: str
+) -> RPCTimeoutError:
+    """What a call gets whose deadline has passed; `states` is what all ranks are at."""
+    return RPCTimeoutError(
+        f"{pending.method!r} (call {pending.call_id}): no answer from ranks {list(missing)} by the deadline.\n"
+        f"{states}\n" + "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items()),
+        method=pending.method,
+        missing_ranks=missing,
+        stacks=stacks,
+    )
+
+
+def undecodable_error(error: Exception, rank: int, method: str) -> SerializationError:
+    """What a call gets whose answer from a rank cannot be rebuilt here."""
+    failed = SerializationError(
+        f"what rank {rank} sent for {method!r} cannot be rebuilt here: {type(error).__name__}: {error}",
+        type_name=type(error).__name__,
+        rank=rank,
+    )
+    failed.__cause__ = error
+    return failed

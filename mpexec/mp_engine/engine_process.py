@@ -14,7 +14,7 @@ from typing import Any
 from mpexec.deadline import Deadline
 from mpexec.engine.engine import ModelPlan
 from mpexec.errors import StartupError, WorkerDiedError
-from mpexec.executor.group import StartAbort
+from mpexec.executor.starting import StartAbort
 from mpexec.mp_engine.engine_main import EnginePlan
 from mpexec.mp_engine.frames import unbox_error
 from mpexec.mp_engine.sockets import SocketFolder

@@ -19,7 +19,7 @@ from mpexec.config import EngineConfig
 from mpexec.deadline import Deadline
 from mpexec.engine.engine import Backend, Engine, ModelPlan
 from mpexec.errors import ConnectionLostError, RPCTimeoutError
-from mpexec.executor.group import StartAbort
+from mpexec.executor.starting import StartAbort
 from mpexec.executor.threads import in_thread
 from mpexec.mp_engine.engine_client import EngineClient, stopped_error
 from mpexec.mp_engine.engine_main import EnginePlan

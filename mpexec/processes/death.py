@@ -28,6 +28,8 @@ class Death:
         at_ns: `time.monotonic_ns()` when the end was seen.
         last_lines: What it wrote last to stdout and stderr, oldest first, at most 200 lines.
         out_of_memory: SIGKILL that we did not send, and the kernel has killed for memory since the rank was started.
+        node: Where it ran, in the words of the cluster; "" for this machine.
+        reason: What the cluster says of its end.
     """
 
     rank: int
@@ -38,11 +40,15 @@ class Death:
     at_ns: int
     last_lines: tuple[str, ...]
     out_of_memory: bool
+    node: str = ""
+    reason: str = ""
 
     def describe(self) -> str:
         """What happened, as the end of a sentence: "exited with code 3", "killed by SIGSEGV (not by mpexec)"."""
         if self.exit_code is not None:
             return f"exited with code {self.exit_code}"
+        if self.reason:
+            return f"on node {self.node} ended: {self.reason}"
         if self.signal_name is None:
             return "ended; its exit status is not known (another part of the program, or a fork server, took it)"
         if self.sent_by_us:

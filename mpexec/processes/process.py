@@ -26,6 +26,18 @@ _STATES = {"T": "stopped", "t": "stopped", "D": "uninterruptible", "Z": "zombie"
 _CLOSE_SECONDS = 1.0
 
 
+def process_state(pid: int, pidfd: int) -> str:
+    """What the kernel says: "running" (idle too), "stopped", "uninterruptible", "zombie" or "gone"."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            letter = stat.read().rpartition(")")[2].split()[0]
+        # after the reading: while the process is not reaped, the number in the path is its own
+        signal.pidfd_send_signal(pidfd, 0)
+    except (OSError, IndexError):
+        return "gone"
+    return _STATES.get(letter, "running")
+
+
 class RankProcess:
     """The process of one rank, leader of its own process group.
 
@@ -156,14 +168,7 @@ class RankProcess:
         """What the kernel says: "running" (idle too), "stopped", "uninterruptible", "zombie" or "gone"."""
         if self._death is not None or self.pidfd.closed:
             return "gone"
-        try:
-            with open(f"/proc/{self.pid}/stat") as stat:
-                letter = stat.read().rpartition(")")[2].split()[0]
-            # after the reading: while the process is not reaped, the number in the path is its own
-            signal.pidfd_send_signal(self.pidfd.fd, 0)
-        except (OSError, IndexError):
-            return "gone"
-        return _STATES.get(letter, "running")
+        return process_state(self.pid, self.pidfd.fd)
 
     def close(self) -> None:
         """Close all descriptors; again changes nothing. Whoever polls one of them must have stopped before.

@@ -61,12 +61,15 @@ def is_plain(values: Sequence[Any]) -> bool:
     return True
 
 
-def encode(value: Any, what: str) -> Frame:
+def encode(value: Any, what: str, *, main_by_value: bool = False) -> Frame:
     """Pickle `value`.
 
     Args:
         value: Anything picklable, or cloudpicklable.
         what: How an error names it, for example "the arguments of 'forward'".
+        main_by_value: It goes to a process whose `__main__` is another program: what `__main__` holds here travels with
+            it. cloudpickle makes both sides know such a class as one, so that `except MyError` works here for what is
+            raised there.
 
     Raises:
         SerializationError: It cannot be pickled.
@@ -90,20 +93,26 @@ def encode(value: Any, what: str) -> Frame:
 
     stream = io.BytesIO()
     try:
-        if _main_is_nameless():
+        if _main_is_nameless() or not _pickled_plainly(
+            _PlainPickler(stream, keep_in_band, tensor_bytes), value, stream, main_by_value
+        ):
+            stream = io.BytesIO()
+            buffers.clear()
+            private.clear()
+            tensor_bytes.clear()
             _cloud_pickler()(stream, keep_in_band, tensor_bytes).dump(value)
-        else:
-            try:
-                _PlainPickler(stream, keep_in_band, tensor_bytes).dump(value)
-            except (pickle.PicklingError, AttributeError, TypeError):
-                stream = io.BytesIO()
-                buffers.clear()
-                private.clear()
-                tensor_bytes.clear()
-                _cloud_pickler()(stream, keep_in_band, tensor_bytes).dump(value)
     except Exception as error:  # pickling runs code of the user's classes, which may raise anything
         raise unpicklable(value, error, what) from error
     return Frame(stream.getvalue(), buffers, private)
+
+
+def _pickled_plainly(pickler: pickle.Pickler, value: Any, stream: io.BytesIO, main_by_value: bool) -> bool:
+    """False where cloudpickle has to do it."""
+    try:
+        pickler.dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return not (main_by_value and b"__main__" in stream.getbuffer().tobytes())
 
 
 def dumps(value: Any) -> bytes:

@@ -23,8 +23,9 @@ from mpexec.transport.pool import PoolReader, PoolWriter
 from mpexec.transport.ring import RingReader, RingWriter
 from mpexec.transport.segment import Segment
 from mpexec.worker.base_worker import BaseWorker
+from mpexec.worker.build import Seat, build_worker
 from mpexec.worker.control import ControlThread
-from mpexec.worker.rendezvous import choose_device, join_process_group, leave_process_group, set_threads
+from mpexec.worker.rendezvous import file_store, join_process_group, leave_process_group
 from mpexec.worker.selector import RankLoop, RingSelector
 from mpexec.worker.serving import RankServer
 
@@ -63,7 +64,16 @@ def rank_main(boot: Boot) -> None:
         control.start()
         report("unpickle spec")
         spec: WorkerSpec = pickle.loads(pickled)
-        worker, facts = _build(spec, boot, server, report)
+        worker, facts = build_worker(
+            spec,
+            Seat(boot.rank, boot.rank, boot.rank, spec.world_size),
+            join=lambda device: join_process_group(
+                spec, boot.rank, device, file_store(boot.fds["store"], spec), interface="lo"
+            ),
+            put_output=server.put_output,
+            report=report,
+        )
+        server.serve(worker)
         boot.lane.send(("ready", Ready(boot.rank, os.getpid(), worker.method_names(), stack_signal, facts)))
     except BaseException as error:
         failure = Failure.of(error, call_id=0, rank=boot.rank, method=phase[0], dumps=dumps)
@@ -91,29 +101,6 @@ def _connect(boot: Boot, link: LinkFacts) -> RankServer:
     )
     replies = Sender(RingWriter(Segment.attach(fds["replies"]), 1, generation), PoolWriter(fds["reply_pool"], 1), [])
     return RankServer(rank, calls, replies, (fds["bell_0"], fds["bell_1"], fds["bell_2"]))
-
-
-def _build(spec: WorkerSpec, boot: Boot, server: RankServer, report: Any) -> tuple[BaseWorker, dict[str, Any]]:
-    rank = boot.rank
-    threads = 0
-    if spec.init_process_group or spec.device == "cuda":
-        report("import torch")
-        import torch  # noqa: F401
-    report("device")
-    device = choose_device(spec, rank)
-    if "torch" in sys.modules:
-        threads = set_threads(spec)
-    if spec.init_process_group and spec.world_size > 1:
-        report("rendezvous")
-        join_process_group(spec, rank, device, boot.fds["store"])
-    streams = sys.stdout, sys.stderr
-    worker = (spec.worker_cls or BaseWorker)(
-        spec, rank=rank, local_rank=rank, device=device, put_output=server.put_output, report=report
-    )
-    worker.build_model()
-    sys.stdout, sys.stderr = streams  # some libraries silence ranks above 0 by replacing them
-    server.serve(worker)
-    return worker, {"device": device, "threads": threads, "python": sys.version.split()[0]}
 
 
 def _serve(spec: WorkerSpec, worker: BaseWorker, server: RankServer, control: ControlThread, bell: int) -> None:

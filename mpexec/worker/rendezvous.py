@@ -1,4 +1,8 @@
-"""How the ranks of one executor find each other: a file store on anonymous memory, without a port or a name."""
+"""How the ranks of one executor find each other.
+
+On one machine by a file store on anonymous memory, without a port or a name; across machines by a TCP store on a socket
+that rank 0 has bound.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,13 @@ from mpexec.errors import ConfigError
 from mpexec.worker.gloo import patient_devices
 
 
-def choose_device(spec: WorkerSpec, local_rank: int) -> str:
-    """This rank's device: "cpu" or "cuda:<local_rank>".
+def choose_device(spec: WorkerSpec, index: int, needed: int) -> str:
+    """This rank's device: "cpu" or "cuda:<index>".
+
+    Args:
+        spec: What to run.
+        index: The device of this rank, among those that this process sees.
+        needed: Devices that this process must see.
 
     Raises:
         ConfigError: "cuda" was asked for and torch sees too few devices.
@@ -24,11 +33,11 @@ def choose_device(spec: WorkerSpec, local_rank: int) -> str:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count >= spec.world_size:
-        torch.cuda.set_device(local_rank)
-        return f"cuda:{local_rank}"
+    if count >= needed:
+        torch.cuda.set_device(index)
+        return f"cuda:{index}"
     if spec.device == "cuda":
-        raise ConfigError(f"device='cuda' with {spec.world_size} ranks, but torch sees {count} CUDA devices here")
+        raise ConfigError(f"device='cuda' needs {needed} CUDA devices here, but torch sees {count}")
     return "cpu"
 
 
@@ -42,18 +51,47 @@ def set_threads(spec: WorkerSpec) -> int:
     return torch.get_num_threads()
 
 
-def join_process_group(spec: WorkerSpec, rank: int, device: str, store_fd: int) -> None:
-    """Set up `torch.distributed` among the ranks; returns when all have joined.
+def file_store(fd: int, spec: WorkerSpec) -> Any:
+    """The store on a memfd that all ranks of this machine have inherited."""
+    import torch.distributed as dist
 
-    The store is a file on a memfd that all ranks inherited. gloo is bound to loopback unless an interface was chosen.
+    return dist.FileStore(f"/proc/self/fd/{fd}", spec.world_size)  # type: ignore[attr-defined]  # the stubs lack it
+
+
+def tcp_store(address: tuple[str, int], spec: WorkerSpec, listening: int | None = None) -> Any:
+    """The store behind a socket of rank 0.
+
+    Args:
+        address: Host and port of that socket.
+        spec: How many ranks there are, and how long to wait for rank 0.
+        listening: The descriptor of the bound, listening socket: on rank 0 only, which serves the store.
     """
     import torch.distributed as dist
 
-    if device == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(  # type: ignore[attr-defined]  # missing from the stubs only
-        f"/proc/self/fd/{store_fd}", spec.world_size
+    host, port = address
+    return dist.TCPStore(  # type: ignore[attr-defined]  # as above
+        host,
+        port,
+        spec.world_size,
+        is_master=listening is not None,
+        timeout=timedelta(seconds=spec.init_timeout),
+        wait_for_workers=False,
+        master_listen_fd=listening,
     )
+
+
+def join_process_group(spec: WorkerSpec, rank: int, device: str, store: Any, *, interface: str) -> None:
+    """Set up `torch.distributed` among the ranks; returns when all have joined.
+
+    Args:
+        interface: The network interface that reaches the other ranks, used where the user has chosen none.
+    """
+    import torch.distributed as dist
+
+    if device == "cpu":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    elif interface != "lo":  # on one machine NCCL knows better ways
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     with patient_devices() if device == "cpu" else contextlib.nullcontext():
         dist.init_process_group(
             backend="gloo" if device == "cpu" else "nccl",

@@ -153,7 +153,7 @@ def test_calls_that_were_queued_when_stop_came_never_run(fresh: Fresh, go: Path)
         executor.notify("note", (number,))
     stopping = InThread(executor.stop)
     if isinstance(executor, UniExecutor):
-        until(lambda: executor._drop_until > 0)
+        until(lambda: executor._thread.drop_until > 0)
         go.touch()
     stopping.result()
     assert executor.collective_rpc("take_log") == [[]] * executor.world_size

@@ -1,0 +1,418 @@
+"""The actors of one RayExecutor, from their making to the last one gone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import re
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mpexec.config import RayOptions, WorkerSpec
+from mpexec.deadline import Deadline
+from mpexec.errors import StartupError
+from mpexec.executor.ray_placement import Placement
+from mpexec.executor.starting import StartAbort, StartWatch
+from mpexec.messages import Ready
+from mpexec.processes import Death, rank_environment
+from mpexec.processes.process import process_state
+from mpexec.transport import linux
+from mpexec.transport.frame import encode
+from mpexec.worker.ray_rank import STACK_SIGNAL, RankActor, RankPlace, this_machine, this_version
+
+logger = logging.getLogger(__name__)
+
+_ROOM = 1 << 20  # calls in flight on one actor; there is no limit of ours
+_LAST_LINES = 200
+_FORWARDED = ("MPEXEC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_")
+_KILL_FLOOR_S = 2.0
+
+_TOLD_BETTER = re.compile(
+    r"(class_name|actor_id|pid|namespace|ip|name|job_id): |The actor died unexpectedly before finishing this task"
+)
+
+_RemoteRank = ray.remote(RankActor)
+
+
+class RayRank:
+    """One actor as its driver sees it.
+
+    Attributes:
+        actor: The handle.
+        place: Where it runs, once it has said so.
+        ready: What it reported when it was ready.
+        death: How it ended.
+        exit_code: What it said before it ended by itself.
+        busy: The call that keeps it busy, and since when (monotonic ns of this process), or None.
+        gone: Set once Ray has told its end.
+        left: Set once it has left in good order.
+    """
+
+    def __init__(self, rank: int, actor: Any) -> None:
+        self.rank = rank
+        self.actor = actor
+        self.place: RankPlace | None = None
+        self.ready: Ready | None = None
+        self.death: Death | None = None
+        self.exit_code: int | None = None
+        self.busy: tuple[int, int] | None = None
+        self.gone = threading.Event()
+        self.left = threading.Event()
+        self.pidfd: linux.OwnedFd | None = None
+        self._stacks: linux.OwnedFd | None = None
+
+    def come_near(self, place: RankPlace) -> None:
+        """Note where it runs. What runs on this machine can be looked at without its help."""
+        self.place = place
+        if place.machine != this_machine():
+            return
+        with contextlib.suppress(OSError):  # it has ended since, or is another user's
+            self.pidfd = linux.OwnedFd(linux.pidfd_open(place.pid))
+            self._stacks = linux.OwnedFd(os.open(f"/proc/{place.pid}/fd/{place.stacks}", os.O_RDONLY))
+
+    @property
+    def pid(self) -> int:
+        """Its process id, 0 before it is known."""
+        return 0 if self.place is None else self.place.pid
+
+    @property
+    def is_near(self) -> bool:
+        """True if its process is one of this machine's."""
+        return self._stacks is not None
+
+    # What `collect_stacks` asks of a rank.
+
+    @property
+    def stack_signal(self) -> int:
+        """The signal on which it writes its stacks."""
+        return STACK_SIGNAL
+
+    def state(self) -> str:
+        """What the kernel says of it; of a rank on another machine only whether it is known to be gone."""
+        if self.gone.is_set() or self.place is None:
+            return "gone"
+        if self.pidfd is None or self.pidfd.closed:
+            return "running"
+        return process_state(self.place.pid, self.pidfd.fd)
+
+    def signal_stacks(self) -> None:
+        """Have it write its stacks."""
+        if self.pidfd is not None and not self.pidfd.closed:
+            with contextlib.suppress(ProcessLookupError):
+                linux.pidfd_send_signal(self.pidfd.fd, STACK_SIGNAL)
+
+    def stack_bytes(self) -> int:
+        """Length of its stack file by now."""
+        return 0 if self._stacks is None or self._stacks.closed else os.fstat(self._stacks.fd).st_size
+
+    def read_stacks(self, start: int) -> str:
+        """The stack file's text from byte `start` on."""
+        return "" if self._stacks is None else os.pread(self._stacks.fd, 1 << 20, start).decode(errors="replace")
+
+    def last_lines(self) -> tuple[str, ...]:
+        """What it wrote last, if its files are here: stdout, then stderr."""
+        if not self.is_near or self.place is None or not self.place.log:
+            return ()
+        lines: list[str] = []
+        for path in (self.place.log.removesuffix(".err") + ".out", self.place.log):
+            with contextlib.suppress(OSError), open(path, errors="replace") as file:
+                tail = deque((line.rstrip("\n") for line in file), _LAST_LINES)
+                lines += [line for line in tail if line and not line.startswith((":actor_name:", ":job_id:", ":task_"))]
+        return tuple(lines[-_LAST_LINES:])
+
+    def close(self) -> None:
+        """Close the descriptors; again changes nothing."""
+        for fd in (self.pidfd, self._stacks):
+            if fd is not None:
+                fd.close()
+
+
+class RayGroup:
+    """All actors of one executor.
+
+    Ray answers on threads of its own, so that nothing here polls: each rank has a call of `listen` pending, which ends
+    with news or with the rank.
+
+    Attributes:
+        ranks: Index = rank; empty before `launch`.
+        rungs: What it took to end each rank: "exited", "asked" or "KILL".
+    """
+
+    def __init__(self, spec: WorkerSpec, options: RayOptions, abort: StartAbort | None) -> None:
+        self.spec = spec
+        self.options = options
+        self.ranks: list[RayRank] = []
+        self.rungs: dict[int, str] = {}
+        self.owner_pid = os.getpid()
+        self._start = StartWatch(spec, abort)
+        self._on_news: Callable[[int, tuple[Any, ...]], None] | None = None
+        self._on_death: Callable[[Death], None] | None = None
+        self._news_lock = threading.Lock()
+        self._end_lock = threading.Lock()
+        self._is_ending = False
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    def launch(self, placement: Placement) -> None:
+        """Make all actors and have them build their workers; `await_ready` comes next.
+
+        Raises:
+            SerializationError: The spec cannot be pickled.
+            StartupError: A rank did not come up, or is of another version.
+        """
+        frame = encode(self.spec, "the agent's class or arguments", main_by_value=True)
+        pickled = frame.payload, [pickle.PickleBuffer(buffer) for buffer in frame.buffers]
+        self.ranks = [RayRank(rank, self._make_actor(rank, placement)) for rank in self.spec.topology.ranks]
+        deadline = Deadline.after(self.spec.init_timeout)
+        places = self._ask_all(lambda rank: rank.actor.where.remote(), "spawn", deadline)
+        for rank, place in zip(self.ranks, places, strict=True):
+            rank.come_near(place)
+            if place.version != this_version():
+                raise StartupError(
+                    f"rank {rank.rank} on node {place.address} runs {place.version}, the driver {this_version()}: "
+                    "they must be the same",
+                    rank=rank.rank,
+                    phase="spawn",
+                )
+            self._listen(rank)
+        store = self._open_store(placement, deadline)
+        local = len(placement.nodes) == 1
+        for rank, bundle in zip(self.ranks, placement.bundles, strict=True):
+            _then(rank.actor.build.remote(pickled, bundle.local_rank, store, local), lambda future: None)
+
+    def _make_actor(self, rank: int, placement: Placement) -> Any:
+        bundle, need = placement.bundles[rank], dict(placement.need)
+        env = {**self.spec.env, **(self.spec.env_per_rank[rank] if self.spec.env_per_rank else {})}
+        threads = self.spec.threads or max(1, int(bundle.cpus) // bundle.local_size)
+        environment = {
+            **forwarded(dict(os.environ)),
+            **rank_environment(rank, self.spec.world_size, {}, threads=threads),
+            "LOCAL_RANK": str(bundle.local_rank),
+            "LOCAL_WORLD_SIZE": str(bundle.local_size),
+            **env,
+        }
+        return _RemoteRank.options(
+            num_cpus=need.pop("CPU", 0),
+            num_gpus=need.pop("GPU", 0),
+            resources=need,
+            runtime_env=dict(self.options.runtime_env) or None,
+            max_concurrency=_ROOM,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement.group, bundle.index, placement_group_capture_child_tasks=False
+            ),
+        ).remote(rank, environment, list(sys.path))
+
+    def _ask_all(self, ask: Callable[[RayRank], Any], phase: str, deadline: Deadline) -> list[Any]:
+        """What every rank answers to one question."""
+        answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        for asked in self.ranks:
+            _then(ask(asked), partial(_put_answer, answers, asked.rank))
+        found: dict[int, Any] = {}
+        while len(found) < len(self.ranks):
+            try:
+                rank, future = answers.get(timeout=deadline.remaining())
+            except queue.Empty:
+                missing = [one.rank for one in self.ranks if one.rank not in found]
+                raise StartupError(
+                    f"ranks {missing} did not come up within {self.spec.init_timeout:g} s (init_timeout)",
+                    rank=missing[0],
+                    phase=phase,
+                ) from None
+            error = future.exception()
+            if error is not None:
+                raise StartupError(f"rank {rank} did not come up: {_reason(error)}", rank=rank, phase=phase) from error
+            found[rank] = future.result()
+        return [found[rank] for rank in sorted(found)]
+
+    def _open_store(self, placement: Placement, deadline: Deadline) -> tuple[str, int] | None:
+        if not (self.spec.init_process_group and self.spec.world_size > 1):
+            return None
+        host = "127.0.0.1" if len(placement.nodes) == 1 else placement.bundles[0].address
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        _then(self.ranks[0].actor.bind.remote(host), answer.put)
+        try:
+            return host, answer.get(timeout=deadline.remaining()).result()
+        except Exception as error:
+            raise StartupError(
+                f"rank 0 could not bind a socket on {host} for the rendezvous: {_reason(error)}", rank=0, phase="bind"
+            ) from error
+
+    def await_ready(self) -> None:
+        """Wait until every rank is ready. On a failure the caller ends the actors.
+
+        Raises:
+            StartupError: With the first failing rank's error as cause; `init_timeout` counts from the last progress.
+        """
+        for rank, ready in zip(self.ranks, self._start.await_ready(), strict=True):
+            rank.ready = ready
+
+    def attach(self, on_news: Callable[[int, tuple[Any, ...]], None], on_death: Callable[[Death], None]) -> None:
+        """From now on, news goes to the executor; what has come meanwhile goes there first."""
+        with self._news_lock:
+            self._on_news, self._on_death = on_news, on_death
+            rest = self._start.rest()
+        for kind, rank, news in rest:
+            if kind == "death":
+                on_death(news)
+            elif kind == "message":
+                on_news(rank, news)
+
+    # -- news ------------------------------------------------------------------------------------------------------
+
+    def _listen(self, rank: RayRank) -> None:
+        try:
+            _then(rank.actor.listen.remote(), lambda future: self._heard(rank, future))
+        except Exception as error:  # Ray has been shut down meanwhile
+            self.lose(rank.rank, error)
+
+    def _heard(self, rank: RayRank, future: Any) -> None:
+        error = future.exception()
+        if error is not None:
+            self.lose(rank.rank, error)
+            return
+        for news in future.result():
+            if news[0] == "exit":
+                self.exited(rank.rank, news[1])
+            elif news[0] == "busy":
+                rank.busy = news[1], time.monotonic_ns() - int(news[2] * 1e9)
+            elif news[0] == "idle":
+                rank.busy = None
+            else:
+                self._pass_on("message", rank.rank, news)
+        self._listen(rank)
+
+    def _pass_on(self, kind: str, rank: int, news: Any) -> None:
+        with self._news_lock:
+            if self._on_news is None or self._on_death is None:
+                self._start.put(kind, rank, news)
+                return
+            on_news, on_death = self._on_news, self._on_death
+        if kind == "death":
+            on_death(news)
+        else:
+            on_news(rank, news)
+
+    def exited(self, rank: int, code: int) -> None:
+        """A rank has said that it ends by itself; its process is about to."""
+        leaving = self.ranks[rank]
+        leaving.exit_code = code
+        leaving.left.set()
+        self._die(leaving, "")
+
+    def lose(self, rank: int, error: BaseException) -> None:
+        """Ray says that a rank is gone."""
+        lost = self.ranks[rank]
+        self._die(lost, _reason(error))
+        lost.gone.set()
+        lost.left.set()
+
+    def _die(self, rank: RayRank, reason: str) -> None:
+        with self._news_lock:
+            if rank.death is not None:
+                return
+            rank.death = Death(
+                rank=rank.rank,
+                pid=rank.pid,
+                exit_code=rank.exit_code,
+                signal_name=None,
+                sent_by_us=self._is_ending,
+                at_ns=time.monotonic_ns(),
+                last_lines=rank.last_lines(),
+                out_of_memory=False,
+                node=rank.place.address if rank.place is not None else "",
+                reason=reason,
+            )
+        self._pass_on("death", rank.rank, rank.death)
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def end(self, deadline: Deadline, *, ask: bool = True) -> None:
+        """End every rank, asked first, and wait until Ray says that it is gone; again changes nothing.
+
+        Args:
+            deadline: For asking and killing together; two seconds more where Ray takes long to confirm.
+            ask: False kills at once: for ranks that are not ready.
+        """
+        with self._end_lock:
+            if len(self.rungs) == len(self.ranks) or os.getpid() != self.owner_pid:
+                return
+            self._is_ending = True
+            # Ray's own calls may wait for a head node that is gone: in a thread of their own, they cannot hold us.
+            ending = threading.Thread(target=self._end_all, args=(deadline, ask), name="mpexec-ray-end", daemon=True)
+            ending.start()
+            ending.join((deadline.remaining() or 0.0) + 2 * _KILL_FLOOR_S)
+            if ending.is_alive():
+                logger.warning("Ray does not answer: the actors may still run")
+
+    def _end_all(self, deadline: Deadline, ask: bool) -> None:
+        before = {rank.rank for rank in self.ranks if rank.gone.is_set() or rank.exit_code is not None}
+        if ask:
+            asking = deadline.share(0.4)
+            for rank in self.ranks:
+                self._ask_to_leave(rank)
+            for rank in self.ranks:
+                rank.left.wait(asking.remaining())
+        for rank in self.ranks:
+            self.rungs[rank.rank] = "exited" if rank.rank in before else "asked" if rank.left.is_set() else "KILL"
+            with contextlib.suppress(Exception):  # it has ended since, or Ray has been shut down
+                ray.kill(rank.actor, no_restart=True)
+        floor = Deadline.after(max(deadline.remaining() or 0.0, _KILL_FLOOR_S))
+        for rank in self.ranks:
+            rank.gone.wait(floor.remaining())
+            if rank.pidfd is not None and not rank.pidfd.closed:
+                poll = select.poll()
+                poll.register(rank.pidfd.fd, select.POLLIN)
+                poll.poll((floor.remaining() or 0.0) * 1000)
+        if hard := {rank: rung for rank, rung in self.rungs.items() if ask and rung == "KILL"}:
+            logger.warning("ranks did not leave when asked: %s", hard)
+
+    def _ask_to_leave(self, rank: RayRank) -> None:
+        if rank.gone.is_set() or rank.exit_code is not None or rank.state() == "stopped":
+            return
+        with contextlib.suppress(Exception):  # as above
+            _then(rank.actor.leave.remote(), lambda future: rank.left.set() if future.exception() is None else None)
+
+    def close(self) -> None:
+        """Close all descriptors; after `end`."""
+        for rank in self.ranks:
+            rank.close()
+
+
+def forwarded(environment: dict[str, str]) -> dict[str, str | None]:
+    """The driver's variables that its ranks get on every node: those that libraries read, never those of a machine."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_FORWARDED) and not name.endswith("_SOCKET_IFNAME")
+    }
+
+
+def _put_answer(answers: queue.SimpleQueue[tuple[int, Any]], rank: int, future: Any) -> None:
+    answers.put((rank, future))
+
+
+def _then(ref: Any, done: Callable[[Any], None]) -> None:
+    """Call `done(future)` on a thread of Ray's when the answer is there."""
+    ref.future().add_done_callback(done)
+
+
+def _reason(error: BaseException) -> str:
+    """Ray's own reason in one line: what it says after the facts that we tell better, without its list of guesses."""
+    text = re.split(r"\s*(?:Some common causes include|There are some potential root causes)", str(error))[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if not _TOLD_BETTER.match(line)]
+    return " ".join(telling) or type(error).__name__

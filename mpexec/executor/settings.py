@@ -1,0 +1,26 @@
+"""Settings of the user's process that a library of others must not change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def kept_settings() -> Iterator[None]:
+    """Signal handlers and environment variables are afterwards what they were; Ray changes some of both."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    variables = dict(os.environ)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
