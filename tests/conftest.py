@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
+import shutil
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +23,13 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
         item.obj = leaks.guard_tasks(item.obj)
     return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a Ray cluster in this process comes last: nothing else is to run in a process that has one."""
+    items.sort(
+        key=lambda item: getattr(item, "callspec", None) is not None and item.callspec.params.get("kind") == "ray"
+    )
 
 
 def pytest_configure() -> None:
@@ -64,6 +74,29 @@ def nothing_left(request: pytest.FixtureRequest, nothing_left_by_the_session: No
     finally:
         before.close()
     assert not left, "left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(nothing_left_by_the_session: None) -> Iterator[None]:
+    """A Ray cluster of one node, which the executors of the tests join; its own processes are not looked at."""
+    import ray
+
+    from mpexec.executor.settings import kept_settings
+
+    folder = tempfile.mkdtemp(prefix="ray-")
+    with kept_settings():
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=folder,
+        )
+    yield
+    with kept_settings():
+        ray.shutdown()
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

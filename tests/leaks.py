@@ -154,6 +154,39 @@ def fork_server_fds() -> set[int]:
     return found
 
 
+# -- Ray ---------------------------------------------------------------------------------------------------------------
+
+
+def _ray() -> Any:
+    """Ray, if this process is connected to a cluster."""
+    module = sys.modules.get("ray")
+    return module if module is not None and module.is_initialized() else None
+
+
+def ray_processes() -> set[int]:
+    """The processes of the cluster that this process has started: its workers come and go as Ray likes."""
+    if _ray() is None:
+        return set()
+    found: set[int] = set()
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+            if "/ray/" in file.read():
+                found |= {pid} | children_of(pid)
+    return found
+
+
+def ray_holdings() -> set[str]:
+    """What this process holds of the cluster: actors that are not dead, placement groups that are not removed."""
+    if _ray() is None:
+        return set()
+    from ray._private.state import actors
+    from ray.util import placement_group_table
+
+    held = {f"actor {name}" for name, facts in actors().items() if facts["State"] != "DEAD"}
+    groups = placement_group_table().items()
+    return held | {f"placement group {name}" for name, facts in groups if facts["state"] != "REMOVED"}
+
+
 # -- descriptors, names, settings --------------------------------------------------------------------------------------
 
 
@@ -234,6 +267,7 @@ class Snapshot:
     temporary: set[str] = field(default_factory=_temporary_names)
     environment: dict[str, str] = field(default_factory=environment)
     handlers: dict[int, Any] = field(default_factory=signal_handlers)
+    ray_holdings: set[str] = field(default_factory=ray_holdings)
     noise: _LoopNoise = field(default_factory=_LoopNoise)
 
     def __post_init__(self) -> None:
@@ -254,6 +288,7 @@ class Snapshot:
         found += [f"descriptor {fd} -> {link}" for fd, link in self._new_descriptors().items()]
         found += [f"/dev/shm/{name}" for name in self._new_shared_memory(end)]
         found += [f"temporary file {name}" for name in sorted(_temporary_names() - self.temporary)]
+        found += self._new_ray_holdings(end)
         found += self._changed_settings()
         found += [f"asyncio said: {text}" for text in self.noise.texts if NOISE.search(text)]
         found += [f"on stderr: {line}" for line in stderr.splitlines() if NOISE.search(line)]
@@ -279,7 +314,8 @@ class Snapshot:
 
     def _new_processes(self) -> set[int]:
         servers = {server.pid for server in _fork_servers()}
-        return (children_of(os.getpid()) | marked()) - self.processes - servers
+        new = (children_of(os.getpid()) | marked()) - self.processes - servers
+        return new - ray_processes() if new else new
 
     def _process_leaks(self, end: float) -> list[str]:
         new = self._new_processes()
@@ -308,10 +344,13 @@ class Snapshot:
 
     def _new_descriptors(self) -> dict[int, str]:
         allowed = fork_server_fds()
+        is_rays = (
+            "socket:" if _ray() is not None else "\0"
+        )  # it keeps connections to workers, and closes them when it likes
         return {
             fd: link
             for fd, link in open_descriptors().items()
-            if self.descriptors.get(fd) != link and fd not in allowed
+            if self.descriptors.get(fd) != link and fd not in allowed and not link.startswith(is_rays)
         }
 
     def _new_shared_memory(self, end: float) -> list[str]:
@@ -322,6 +361,11 @@ class Snapshot:
             new = {name for name in new if not _used_by_others(f"/dev/shm/{name}")}
             if new:
                 select.select([], [], [], 0.05)  # a name sends no event when it goes
+        return sorted(new)
+
+    def _new_ray_holdings(self, end: float) -> list[str]:
+        while (new := ray_holdings() - self.ray_holdings) and time.monotonic() < end:
+            select.select([], [], [], 0.05)  # the cluster's table sends no event
         return sorted(new)
 
     def _changed_settings(self) -> list[str]:

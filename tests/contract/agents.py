@@ -102,6 +102,7 @@ def pin(worker: BaseWorker, core: int) -> None:
 def block_until_stop_is_asked_for(worker: BaseWorker, path: str) -> None:
     """Block the rank's thread until the request to stop has arrived in its process, or the file exists."""
     server: Any = worker._put_output.__self__  # type: ignore[attr-defined]
+    server = getattr(server, "_thread", server)
     while not (getattr(server, "drop_until", 0) or os.path.exists(path)):
         time.sleep(0.002)
 

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,42 @@ from contract.agents import Agent
 from mpexec import Executor, MPExecutor, UniExecutor
 from mpexec.executor.base import State
 
-KINDS = ("uni", "mp")
+ON_RAY = pytest.param(
+    "ray",
+    marks=pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'mpexec[ray]'"),
+)
+KINDS = ("uni", "mp", ON_RAY)
 # For the differences between the kinds that the design names.
+only_apart = pytest.mark.parametrize("kind", ["mp", ON_RAY], indirect=True, scope="module")
 only_mp = pytest.mark.parametrize("kind", ["mp"], indirect=True, scope="module")
 only_uni = pytest.mark.parametrize("kind", ["uni"], indirect=True, scope="module")
 PATIENCE = 20.0  # seconds after which an event that a test waits for counts as lost
 
 
+def class_of(kind: str) -> type[Executor]:
+    """The class of a kind."""
+    if kind == "ray":
+        from mpexec import RayExecutor
+
+        return RayExecutor
+    return UniExecutor if kind == "uni" else MPExecutor
+
+
 def build(kind: str, agent: Any = Agent, **options: Any) -> Executor:
-    """An executor of a kind: two spawned ranks for "mp", and no process group, which makes it quick."""
+    """An executor of a kind: two spawned ranks for "mp", two actors for "ray", and no process group: it is quick."""
     options = {"device": "cpu", "init_process_group": False, "init_timeout": 60.0, **options}
-    if kind == "uni":
-        return UniExecutor(agent, **{**options, "world_size": 1})
+    own = {"uni": {}, "mp": {"world_size": 2, "start_method": "spawn"}, "ray": {"world_size": 2, "cpus_per_rank": 0.01}}
+    options = {**options, "world_size": 1} if kind == "uni" else {**own[kind], **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return MPExecutor(agent, **{"world_size": 2, "start_method": "spawn", **options})
+        return class_of(kind)(agent, **options)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """The kind of executor."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_cluster")
     return str(request.param)
 
 

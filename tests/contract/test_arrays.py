@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from contract.agents import Arrays
-from contract.conftest import last_rank, only_mp
+from contract.conftest import last_rank, only_apart, only_mp
 from mpexec import Executor
 
 AGENT = Arrays
@@ -24,7 +24,7 @@ def test_an_array_arrives_whole_on_every_rank(executor: Executor) -> None:
     assert executor.collective_rpc("sum", (array,)) == [float(array.sum())] * executor.world_size
 
 
-@only_mp
+@only_apart
 def test_large_arrays_are_read_only_views_in_the_ranks(executor: Executor) -> None:
     array = np.ones(MANY)
     assert [facts["writeable"] for facts in executor.collective_rpc("facts", (array,))] == [False, False]
@@ -32,14 +32,14 @@ def test_large_arrays_are_read_only_views_in_the_ranks(executor: Executor) -> No
     assert array.flags.writeable
 
 
-@only_mp
+@only_apart
 def test_large_arrays_come_back_as_read_only_views(executor: Executor) -> None:
     array = executor.collective_rpc("numpy_of", (MANY, 2.5), reply_ranks=1)
     assert not array.flags.writeable
     assert (array == 2.5).all()
 
 
-@only_mp
+@only_apart
 @pytest.mark.parametrize("count", [10, MANY])
 def test_a_write_into_a_tensor_on_one_rank_is_seen_by_nobody_else(executor: Executor, count: int) -> None:
     tensor = torch.ones(count)
@@ -49,7 +49,7 @@ def test_a_write_into_a_tensor_on_one_rank_is_seen_by_nobody_else(executor: Exec
     assert tensor[0] == 1.0
 
 
-@only_mp
+@only_apart
 def test_a_tensor_that_came_back_belongs_to_the_caller(executor: Executor) -> None:
     first = executor.collective_rpc("tensor_of", ((MANY,), 3.0), reply_ranks=0)
     first.add_(1)
@@ -97,7 +97,7 @@ def test_tensors_of_every_layout_go_and_come_unchanged(executor: Executor, name:
     assert torch.equal(back.detach(), tensor.detach())
 
 
-@only_mp
+@only_apart
 def test_parameters_stay_parameters(executor: Executor) -> None:
     for trains in (True, False):
         parameter = torch.nn.Parameter(torch.ones(MANY), requires_grad=trains)
@@ -105,7 +105,7 @@ def test_parameters_stay_parameters(executor: Executor) -> None:
         assert (facts["type"], facts["requires_grad"]) == ("Parameter", trains)
 
 
-@only_mp
+@only_apart
 def test_tensors_deep_inside_a_value_are_private_too(executor: Executor) -> None:
     state = {"a": [torch.ones(MANY)], "b": (np.ones(MANY), "text", torch.zeros(2))}
     back = executor.collective_rpc("echo", (state,), reply_ranks=0)
@@ -138,7 +138,7 @@ def test_the_same_array_twice_in_one_call_arrives_twice(executor: Executor) -> N
     assert back[0] is back[1] or (back[0] == back[1]).all()
 
 
-@only_mp
+@only_apart
 def test_an_argument_that_a_rank_keeps_is_never_overwritten_by_later_calls(executor: Executor) -> None:
     executor.collective_rpc("keep", (np.full(MANY, 2.0),), reply_ranks=())
     for number in range(50):
@@ -147,7 +147,7 @@ def test_an_argument_that_a_rank_keeps_is_never_overwritten_by_later_calls(execu
     executor.collective_rpc("drop")
 
 
-@only_mp
+@only_apart
 def test_a_value_that_the_caller_keeps_is_never_overwritten_by_later_calls(executor: Executor) -> None:
     kept = [executor.collective_rpc("numpy_of", (MANY, float(n)), reply_ranks=n % 2) for n in range(20)]
     parts = [array[10:20] for array in kept]
@@ -170,7 +170,7 @@ def test_memory_is_used_again_once_the_views_are_gone(executor: Executor) -> Non
     assert pool.reserved_bytes == reserved
 
 
-@only_mp
+@only_apart
 def test_parts_of_a_scatter_go_to_their_ranks_only(executor: Executor) -> None:
     parts = [(np.full(MANY, float(rank + 1)),) for rank in range(2)]
     assert executor.collective_rpc("sum", args_per_rank=parts) == [MANY, 2.0 * MANY]
@@ -214,7 +214,7 @@ def test_sizes_around_every_border_arrive_whole(executor: Executor, size: int) -
     assert zlib.crc32(back) == zlib.crc32(data)
 
 
-@only_mp
+@only_apart
 def test_many_buffers_in_one_value(executor: Executor) -> None:
     arrays = [np.full(20_000, number, dtype=np.float64) for number in range(60)]
     back = executor.collective_rpc("echo", (arrays,), reply_ranks=1)

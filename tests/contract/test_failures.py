@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from contract.agents import ORDINARY, UNREBUILDABLE, Agent, FailsToBuild, MyError
-from contract.conftest import InThread, in_time, last_rank, only_mp, only_uni, until
+from contract.conftest import InThread, class_of, in_time, last_rank, only_apart, only_uni, until
 from mpexec import (
     ConfigError,
     Executor,
@@ -171,7 +171,7 @@ def test_an_exception_that_cannot_be_rebuilt_becomes_a_remote_error(executor: Ex
     with pytest.raises(Exception) as caught:
         executor.collective_rpc(method, (name, (rank,)), timeout=20)
     error = caught.value
-    if executor.describe()["kind"] == "mp":
+    if executor.describe()["kind"] != "uni":
         assert isinstance(error, RemoteError)
         assert isinstance(error, SerializationError)
         assert (error.rank, error.method) == (rank, method)
@@ -203,7 +203,7 @@ def test_system_exit_in_process_is_a_failure_of_its_call(executor: Executor, met
 
 
 # F040
-@only_mp
+@only_apart
 def test_a_value_that_cannot_be_pickled_names_its_rank_and_type(executor: Executor) -> None:
     with pytest.raises(SerializationError) as caught:
         executor.collective_rpc("lock", ((1,),))
@@ -212,7 +212,7 @@ def test_a_value_that_cannot_be_pickled_names_its_rank_and_type(executor: Execut
     assert usable(executor)
 
 
-@only_mp
+@only_apart
 def test_an_argument_that_cannot_be_pickled_is_refused_before_it_is_sent(executor: Executor) -> None:
     for bad in (threading.Lock(), [threading.Lock()], (i for i in ())):
         with pytest.raises(SerializationError, match="'echo'") as caught:
@@ -224,14 +224,14 @@ def test_an_argument_that_cannot_be_pickled_is_refused_before_it_is_sent(executo
     assert usable(executor)
 
 
-@only_mp
+@only_apart
 def test_a_value_that_cannot_be_rebuilt_here_is_a_serialization_error(executor: Executor) -> None:
     with pytest.raises(SerializationError, match="cannot be rebuilt"):
         executor.collective_rpc("refuses_unpickling")
     assert usable(executor)
 
 
-@only_mp
+@only_apart
 def test_an_argument_that_cannot_be_rebuilt_there_fails_the_call_with_that_error(executor: Executor) -> None:
     from contract.agents import RefusesUnpickling
 
@@ -241,7 +241,7 @@ def test_an_argument_that_cannot_be_rebuilt_there_fails_the_call_with_that_error
 
 
 # F041
-@only_mp
+@only_apart
 def test_an_instance_of_a_class_that_was_made_anew_meanwhile_travels_by_value(executor: Executor) -> None:
     module = types.ModuleType("made_at_run_time")
     sys.modules[module.__name__] = module
@@ -413,7 +413,7 @@ async def test_waiting_for_the_tasks_of_a_healthy_executor_is_not_reported(
 
 
 # section 3: a failed call ends when the grace is over, whoever else drains
-@only_mp
+@only_apart
 def test_the_grace_after_a_failure_ends_a_call_beside_a_longer_one(fresh: Callable[..., Executor], go: Path) -> None:
     executor = fresh(failure_grace=0.2)
     long = InThread(lambda: executor.collective_rpc("wait_for_file", (str(go),), ranks=[0]))
@@ -426,7 +426,7 @@ def test_the_grace_after_a_failure_ends_a_call_beside_a_longer_one(fresh: Callab
         long.result()
 
 
-@only_mp
+@only_apart
 def test_without_a_grace_a_failed_call_waits_for_every_rank(fresh: Callable[..., Executor], go: Path) -> None:
     executor = fresh(failure_grace=None)
     long = executor.submit_rpc("wait_for_file", (str(go),), ranks=[0])
@@ -526,10 +526,8 @@ def test_a_failing_build_names_rank_and_phase_and_keeps_its_cause(kind: str) -> 
     ],
 )  # fmt: skip
 def test_options_that_cannot_work_are_refused(kind: str, options: dict[str, Any]) -> None:
-    from mpexec import MPExecutor, UniExecutor
-
     options = {"world_size": 1, "agent": Agent, **options}
-    make = UniExecutor if kind == "uni" else MPExecutor
+    make = class_of(kind)
     with warnings.catch_warnings(), pytest.raises(ConfigError):
         warnings.simplefilter("ignore", DeprecationWarning)
         make(options.pop("agent"), **options)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from contract.agents import Agent
-from contract.conftest import InThread, last_rank, only_mp, settle, until
+from contract.conftest import InThread, last_rank, only_apart, settle, until
 from mpexec import ConfigError, Executor, MPExecutor, UniExecutor, WorkerSpec, build_executor
 from mpexec.executor.base import State
 
@@ -98,7 +98,7 @@ def test_describe_shows_the_root_cause_of_a_broken_executor(fresh: Callable[...,
         assert executor.describe()["abandoned_thread"]
 
 
-@only_mp
+@only_apart
 def test_pids_are_those_of_the_ranks_and_stay_readable(fresh: Callable[..., Executor]) -> None:
     executor = fresh()
     assert tuple(executor.collective_rpc(lambda worker: os.getpid())) == executor.pids

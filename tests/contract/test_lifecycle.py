@@ -23,11 +23,20 @@ from contract.agents import (
     Tasks,
     block_until_stop_is_asked_for,
 )
-from contract.conftest import InThread, build, in_time, last_rank, only_mp, only_uni, until, until_async
+from contract.conftest import (
+    InThread,
+    build,
+    class_of,
+    in_time,
+    last_rank,
+    only_apart,
+    only_uni,
+    until,
+    until_async,
+)
 from mpexec import (
     Executor,
     ExecutorStoppedError,
-    MPExecutor,
     RemoteTraceback,
     TaskEndedError,
     UniExecutor,
@@ -265,7 +274,7 @@ def test_stop_with_the_thread_stuck_in_a_method_is_bounded_and_breaks_the_execut
     executor.release()
 
 
-@only_mp
+@only_apart
 def test_stop_with_a_rank_stuck_in_a_method_is_bounded_and_ends_the_ranks(fresh: Fresh, go: Path) -> None:
     executor = fresh(stop_timeout=1.0)
     executor.start()
@@ -404,7 +413,7 @@ def test_an_executor_belongs_to_no_loop(fresh: Fresh, policy: Callable[[], async
 
 @pytest.mark.parametrize("policy", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_creation_without_blocking_the_loop(kind: str, policy: Callable[[], asyncio.AbstractEventLoop]) -> None:
-    cls: type[Executor] = UniExecutor if kind == "uni" else MPExecutor
+    cls = class_of(kind)
     options = {"world_size": 1, "device": "cpu", "init_process_group": False, "start_method": "forkserver"}
 
     async def main() -> list[Any]:

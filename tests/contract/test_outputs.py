@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from contract.agents import Agent, MyError, Stream
-from contract.conftest import in_time, last_rank, only_mp, until_async
+from contract.conftest import in_time, last_rank, only_apart, until_async
 from mpexec import Executor, ExecutorStoppedError, SerializationError
 from mpexec.executor.base import State
 
@@ -189,7 +189,7 @@ async def test_an_agent_without_forward_fails_as_a_background_task(fresh: Fresh)
         await in_time(executor.wait_tasks())
 
 
-@only_mp
+@only_apart
 async def test_an_input_that_cannot_be_pickled_keeps_no_room(fresh: Fresh) -> None:
     executor = await started(fresh, max_outputs=2)
     for _ in range(5):
@@ -200,7 +200,7 @@ async def test_an_input_that_cannot_be_pickled_keeps_no_room(fresh: Fresh) -> No
     assert executor.state is State.RUNNING
 
 
-@only_mp
+@only_apart
 async def test_an_output_that_cannot_be_pickled_is_a_background_failure(fresh: Fresh) -> None:
     executor = await started(fresh)
     await executor.forward_async("unpicklable")
