@@ -7,7 +7,9 @@ import concurrent.futures
 import enum
 import itertools
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
@@ -67,6 +69,8 @@ class Executor:
     """
 
     def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
+        self._owner = os.getpid()
+        _living.add(self)
         self.spec = make_spec(agent, options)
         self.topology: Topology = self.spec.topology
         self._state = State.NEW
@@ -133,6 +137,10 @@ class Executor:
 
     def _why_unusable(self) -> MpexecError:
         state = self._state
+        if os.getpid() != self._owner:
+            return WrongStateError(
+                f"this executor belongs to process {self._owner}; a forked child cannot use it", state=state.name
+            )
         if state is State.BROKEN and self._root is not None:
             return broken_error(self._root)
         if state is State.RELEASED:
@@ -571,7 +579,7 @@ class Executor:
         answer are ended, and the executor is BROKEN then. On the thread of an event loop that runs, it requests the
         stop and returns; `wait_tasks` ends then.
         """
-        if self._state not in _ALIVE:
+        if self._state not in _ALIVE or os.getpid() != self._owner:  # in a forked child all of this is its parent's
             return
         if _on_running_loop():
             threading.Thread(target=self._stop_once, name="mpexec-stop", daemon=True).start()
@@ -628,6 +636,8 @@ class Executor:
 
     def release(self) -> None:
         """Free processes, memory and descriptors. Never raises for what is gone; works after a failure, and twice."""
+        if os.getpid() != self._owner:
+            return
         with self._release_lock:  # a second caller returns when it is done, too
             self._release_ranks()
 
@@ -701,6 +711,17 @@ class Executor:
             await self.release_async()
         if error is None and failure is not None:
             raise failure
+
+
+_living: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+def _disown_in_child() -> None:
+    for executor in list(_living):
+        executor._usable = False
+
+
+os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def make_spec(agent: Callable[..., Any] | WorkerSpec, options: Mapping[str, Any]) -> WorkerSpec:

@@ -16,10 +16,8 @@ from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import (
     ExecutorStoppedError,
-    MpexecError,
     StartupError,
     TransportError,
-    WrongStateError,
     attach_others,
 )
 from mpexec.executor.base import Executor, Method, State
@@ -101,8 +99,6 @@ class MPExecutor(Executor):
         self._trim_planned = False
         self._is_freed = False
         self._ender: threading.Thread | None = None
-        self._owner = os.getpid()
-        _executors.add(self)
         with contextlib.ExitStack() as stack:
             self._link = Link(self.spec, stack)
             self._outbox = Outbox(self._link, self._calls)
@@ -160,13 +156,6 @@ class MPExecutor(Executor):
         self._group.attach(on_message, on_death)
         self._group.monitor.add(inbox.bells[2].fd, inbox.on_monitor_bell)
         self._group.monitor.set_timer(next_at, fire)
-
-    def _why_unusable(self) -> MpexecError:
-        if os.getpid() != self._owner:
-            return WrongStateError(
-                f"this executor belongs to process {self._owner}; a forked child cannot use it", state=self._state.name
-            )
-        return super()._why_unusable()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -417,8 +406,6 @@ class MPExecutor(Executor):
         background.on_done(lambda _: self._inbox.count_unwaited(-1, covered=True))
 
     def _stop_ranks(self) -> None:
-        if os.getpid() != self._owner:
-            return
         deadline = Deadline.after(self.spec.stop_timeout)
         last_id = self._outbox.last_id()
         self._inbox.post(self._end_calls_stopped)
@@ -439,8 +426,6 @@ class MPExecutor(Executor):
             background.conclude()
 
     def _release_ranks(self) -> None:
-        if os.getpid() != self._owner:  # a forked child: all of this is its parent's
-            return
         with self._state_lock:
             stopping = self._stopping
             if self._state is not State.RELEASED:
@@ -509,17 +494,6 @@ class MPExecutor(Executor):
         if self._state not in (State.READY, State.RUNNING, State.STOPPED):
             return False
         return all(process.state() in ("running", "uninterruptible") for process in self._group.processes)
-
-
-_executors: weakref.WeakSet[MPExecutor] = weakref.WeakSet()
-
-
-def _disown_in_child() -> None:
-    for executor in list(_executors):
-        executor._usable = False
-
-
-os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def _release_forgotten(executor_ref: weakref.ref[MPExecutor], group: RankGroup, opened: contextlib.ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -68,6 +69,8 @@ class RayExecutor(GatedExecutor):
         StartupError: There is no room, or a rank did not become ready; its error is the cause. Nothing is left behind.
     """
 
+    _look_s = 1.0
+
     @classmethod
     async def create_async(cls, *args: Any, **options: Any) -> Self:
         """Construct without blocking the loop. Cancelling it ends the ranks that were started, and waits for that."""
@@ -86,12 +89,10 @@ class RayExecutor(GatedExecutor):
         if self.spec.shared_views:
             raise ConfigError("shared_views=True: Ray's object store is read-only; use MPExecutor for shared memory")
         self._enter(State.STARTING)
-        self._owner = os.getpid()
         self._send_lock = threading.Lock()
         self._last_sent = dict.fromkeys(self._all_ranks, 0)
         self._output_run = 0
         self._ender: threading.Thread | None = None
-        self._release_work = threading.Lock()
         with contextlib.ExitStack() as stack:
             self._group = self._open(stack, abort)
             self._methods = frozenset.intersection(*(rank.ready.methods for rank in self._group.ranks if rank.ready))
@@ -103,7 +104,8 @@ class RayExecutor(GatedExecutor):
                     raise _lost_at_start(self._root)
                 self._enter(State.READY)
             self._opened = stack.pop_all()
-        self._finalizer = weakref.finalize(self, _release_forgotten, weakref.ref(self), self._group, self._opened)
+        self._finalizer = weakref.finalize(self, _release_forgotten, self._group, self._opened)
+        _executors.add(self)
 
     def _open(self, stack: contextlib.ExitStack, abort: StartAbort) -> RayGroup:
         """Join the cluster, find room, make the actors, wait until they are ready; `stack` undoes it all."""
@@ -186,6 +188,7 @@ class RayExecutor(GatedExecutor):
             if (executor := self_ref()) is not None:
                 executor._on_reply(rank, call_id, future)
 
+        _check_ray()
         ranks = self._group.ranks
         for rank, (kind, body) in bodies.items():
             answer = ranks[rank].actor.call.remote(before[rank], call_id, kind, body).future()
@@ -215,6 +218,7 @@ class RayExecutor(GatedExecutor):
     def _tell(self, rank: int, method: str, *args: Any) -> Any:
         """Call a method of the actor itself; None if Ray has been shut down."""
         try:
+            _check_ray()
             return getattr(self._group.ranks[rank].actor, method).remote(*args).future()
         except Exception as error:  # whatever Ray raises when it is gone
             logger.debug("rank %d was not told to %s: %s", rank, method, error)
@@ -354,6 +358,14 @@ class RayExecutor(GatedExecutor):
                 stacks[rank] = f"<no stack: the rank on node {where.address if where else '?'} did not answer>"
         return dict(sorted(stacks.items()))
 
+    def _expire(self, pending: PendingCall) -> None:
+        if not ray.is_initialized():  # what is pending then never ends by itself
+            try:
+                _check_ray()
+            except TransportError as error:
+                self._break(error)
+        super()._expire(pending)
+
     # -- verbs -----------------------------------------------------------------------------------------------------
 
     def _tell_to_stop(self) -> None:
@@ -379,8 +391,6 @@ class RayExecutor(GatedExecutor):
         self._tell_to_stop()
 
     def _stop_ranks(self) -> None:
-        if os.getpid() != self._owner:
-            return
         deadline = Deadline.after(self.spec.stop_timeout)
         self._end_calls_stopped()
         self._tell_to_stop()
@@ -392,8 +402,6 @@ class RayExecutor(GatedExecutor):
         self._group.end(deadline)
 
     def _release_ranks(self) -> None:
-        if os.getpid() != self._owner:  # a forked child: all of this is its parent's
-            return
         with self._state_lock:
             stopping, first = self._stopping, self._state is not State.RELEASED
             if first:
@@ -490,6 +498,12 @@ def _open(record: Record) -> Any:
     return decode(payload, [memoryview(copy) for copy in copies])
 
 
+def _check_ray() -> None:
+    """Raise if the user has called `ray.shutdown`: Ray itself would start a new cluster here."""
+    if not ray.is_initialized():
+        raise TransportError("this process has left the Ray cluster: ray.shutdown() was called")
+
+
 def _lost_ray(error: BaseException) -> TransportError:
     lost = TransportError(f"Ray did not carry a call: {type(error).__name__}: {error}")
     lost.__cause__ = error
@@ -504,14 +518,25 @@ def _lost_at_start(root: BaseException | None) -> StartupError:
     return error
 
 
-def _release_forgotten(executor_ref: weakref.ref[RayExecutor], group: RayGroup, opened: contextlib.ExitStack) -> None:
-    """Release an executor that was collected, or that is still there when the interpreter ends."""
+def _release_forgotten(group: RayGroup, opened: contextlib.ExitStack) -> None:
+    """Release an executor that was collected."""
     if os.getpid() != group.owner_pid:
         return
-    executor = executor_ref()
-    if executor is not None:
-        executor.release()  # its calls in flight end as with any release
-        return
-    if ray.is_initialized():
+
+    def release() -> None:
         group.end(Deadline.after(min(group.spec.stop_timeout, 2.0)))
-    opened.close()
+        opened.close()
+
+    if threading.current_thread() is threading.main_thread():
+        release()
+    else:  # perhaps a thread of Ray's, whose news this waits for
+        threading.Thread(target=release, name="mpexec-release", daemon=True).start()
+
+
+_executors: weakref.WeakSet[RayExecutor] = weakref.WeakSet()
+
+
+@atexit.register  # later than Ray's own, and so before it
+def _release_all() -> None:
+    for executor in list(_executors):
+        executor.release()

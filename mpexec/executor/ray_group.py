@@ -9,11 +9,12 @@ import pickle
 import queue
 import re
 import select
+import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 _ROOM = 1 << 20  # calls in flight on one actor; there is no limit of ours
 _LAST_LINES = 200
 _FORWARDED = ("MPEXEC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_")
+_KILL_S = 0.25  # for an actor to end by itself when Ray kills it; Ray would give it five seconds
 _KILL_FLOOR_S = 2.0
 
 _TOLD_BETTER = re.compile(
@@ -110,8 +112,12 @@ class RayRank:
     def signal_stacks(self) -> None:
         """Have it write its stacks."""
         if self.pidfd is not None and not self.pidfd.closed:
-            with contextlib.suppress(ProcessLookupError):
-                linux.pidfd_send_signal(self.pidfd.fd, STACK_SIGNAL)
+            linux.pidfd_send_signal(self.pidfd.fd, STACK_SIGNAL)
+
+    def kill(self) -> None:
+        """End a process of this machine that Ray has been asked to end."""
+        if self.pidfd is not None and not self.pidfd.closed:
+            linux.pidfd_send_signal(self.pidfd.fd, signal.SIGKILL)
 
     def stack_bytes(self) -> int:
         """Length of its stack file by now."""
@@ -186,8 +192,9 @@ class RayGroup:
                     rank=rank.rank,
                     phase="spawn",
                 )
-            self._listen(rank)
         store = self._open_store(placement, deadline)
+        for rank in self.ranks:
+            self._listen(rank)
         local = len(placement.nodes) == 1
         for rank, bundle in zip(self.ranks, placement.bundles, strict=True):
             _then(rank.actor.build.remote(pickled, bundle.local_rank, store, local), lambda future: None)
@@ -217,39 +224,45 @@ class RayGroup:
         ).remote(rank, environment, list(sys.path))
 
     def _ask_all(self, ask: Callable[[RayRank], Any], phase: str, deadline: Deadline) -> list[Any]:
-        """What every rank answers to one question."""
-        answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        for asked in self.ranks:
-            _then(ask(asked), partial(_put_answer, answers, asked.rank))
+        """What every rank answers to one question.
+
+        Raises:
+            StartupError: One cannot answer, or does not in time.
+        """
+        for rank in self.ranks:
+            _then(ask(rank), partial(self._start.put, "answer", rank.rank))
         found: dict[int, Any] = {}
         while len(found) < len(self.ranks):
-            try:
-                rank, future = answers.get(timeout=deadline.remaining())
-            except queue.Empty:
-                missing = [one.rank for one in self.ranks if one.rank not in found]
-                raise StartupError(
-                    f"ranks {missing} did not come up within {self.spec.init_timeout:g} s (init_timeout)",
-                    rank=missing[0],
-                    phase=phase,
-                ) from None
+            number, future = self._next_answer(deadline, found, phase)
             error = future.exception()
             if error is not None:
-                raise StartupError(f"rank {rank} did not come up: {_reason(error)}", rank=rank, phase=phase) from error
-            found[rank] = future.result()
-        return [found[rank] for rank in sorted(found)]
+                text = f"rank {number} did not come up: {_reason(error)}"
+                raise StartupError(text, rank=number, phase=phase) from error
+            found[number] = future.result()
+        return [found[number] for number in sorted(found)]
+
+    def _next_answer(self, deadline: Deadline, found: Mapping[int, Any], phase: str) -> tuple[int, Any]:
+        while True:
+            try:
+                kind, rank, news = self._start.next(deadline)
+            except queue.Empty:
+                missing = [rank.rank for rank in self.ranks if rank.rank not in found]
+                text = f"ranks {missing} did not come up within {self.spec.init_timeout:g} s (init_timeout)"
+                raise StartupError(text, rank=missing[0], phase=phase) from None
+            if kind == "answer":
+                return rank, news
 
     def _open_store(self, placement: Placement, deadline: Deadline) -> tuple[str, int] | None:
         if not (self.spec.init_process_group and self.spec.world_size > 1):
             return None
         host = "127.0.0.1" if len(placement.nodes) == 1 else placement.bundles[0].address
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        _then(self.ranks[0].actor.bind.remote(host), answer.put)
-        try:
-            return host, answer.get(timeout=deadline.remaining()).result()
-        except Exception as error:
-            raise StartupError(
-                f"rank 0 could not bind a socket on {host} for the rendezvous: {_reason(error)}", rank=0, phase="bind"
-            ) from error
+        _then(self.ranks[0].actor.bind.remote(host), partial(self._start.put, "answer", 0))
+        _, future = self._next_answer(deadline, {rank.rank: None for rank in self.ranks[1:]}, "bind")
+        error = future.exception()
+        if error is not None:
+            text = f"rank 0 could not bind a socket on {host} for the rendezvous: {_reason(error)}"
+            raise StartupError(text, rank=0, phase="bind") from error
+        return host, future.result()
 
     def await_ready(self) -> None:
         """Wait until every rank is ready. On a failure the caller ends the actors.
@@ -370,6 +383,10 @@ class RayGroup:
             self.rungs[rank.rank] = "exited" if rank.rank in before else "asked" if rank.left.is_set() else "KILL"
             with contextlib.suppress(Exception):  # it has ended since, or Ray has been shut down
                 ray.kill(rank.actor, no_restart=True)
+        brief = Deadline.after(_KILL_S)
+        for rank in self.ranks:
+            if not rank.gone.wait(brief.remaining()):
+                rank.kill()
         floor = Deadline.after(max(deadline.remaining() or 0.0, _KILL_FLOOR_S))
         for rank in self.ranks:
             rank.gone.wait(floor.remaining())
@@ -399,10 +416,6 @@ def forwarded(environment: dict[str, str]) -> dict[str, str | None]:
         for name, value in environment.items()
         if name.startswith(_FORWARDED) and not name.endswith("_SOCKET_IFNAME")
     }
-
-
-def _put_answer(answers: queue.SimpleQueue[tuple[int, Any]], rank: int, future: Any) -> None:
-    answers.put((rank, future))
 
 
 def _then(ref: Any, done: Callable[[Any], None]) -> None:

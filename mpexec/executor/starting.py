@@ -60,8 +60,20 @@ class StartWatch:
             abort.attach(lambda: self._queue.put(("abort", -1, None)))
 
     def put(self, kind: str, rank: int, news: Any) -> None:
-        """Add news of a rank: a "message" (a tuple), or its "death"."""
+        """Add news of a rank: a "message" (a tuple), its "death", or an "answer" to a question of the starter."""
         self._queue.put((kind, rank, news))
+
+    def next(self, deadline: Deadline) -> tuple[str, int, Any]:
+        """The next news.
+
+        Raises:
+            queue.Empty: None came until the deadline.
+            StartupError: The start is to end.
+        """
+        kind, rank, news = self._queue.get(timeout=deadline.remaining())
+        if kind == "abort":
+            raise StartupError("the start was cancelled by its caller", phase="start")
+        return kind, rank, news
 
     def rest(self) -> list[tuple[str, int, Any]]:
         """The news that `await_ready` has not looked at."""
@@ -84,11 +96,9 @@ class StartWatch:
             waiting = [rank for rank in phases if rank not in ready]
             late = min((clocks[rank] for rank in waiting), key=lambda deadline: deadline.at_ns or 0)
             try:
-                kind, rank, news = self._queue.get(timeout=late.remaining())
+                kind, rank, news = self.next(late)
             except queue.Empty:
                 raise self._startup_timeout(waiting, phases) from None
-            if kind == "abort":
-                raise StartupError("the start was cancelled by its caller", phase="start")
             if kind == "death" or news[0] == "failed":
                 raise self._startup_failure(kind, rank, news, phases)
             clocks[rank] = Deadline.after(self.spec.init_timeout)
