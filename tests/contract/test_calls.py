@@ -268,6 +268,17 @@ def test_cancelling_a_future_abandons_the_call_and_cancels_its_coroutines(execut
     assert executor.describe()["calls_in_flight"] <= 1  # the one that waits for the background tasks
 
 
+def test_a_coroutine_that_was_abandoned_before_it_began_is_cancelled_all_the_same(executor: Executor, go: Path) -> None:
+    """It begins, because it may have begun on another rank; a sync method runs to its end."""
+    first = executor.submit_rpc("wait_for_file", (str(go),))
+    futures = [executor.submit_rpc("hold", ("early",)), executor.submit_rpc("note", ("kept",))]
+    assert all(future.cancel() for future in futures)
+    go.touch()
+    first.result(20)
+    executor.collective_rpc("until_noted", (("cancelled", "early"),), timeout=10)
+    assert all("kept" in log for log in executor.collective_rpc("take_log"))
+
+
 def test_a_callback_of_a_future_may_call_the_executor(executor: Executor) -> None:
     got: list[Any] = []
     ended = threading.Event()

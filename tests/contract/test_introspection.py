@@ -20,6 +20,7 @@ import pytest
 from contract.agents import Agent
 from contract.conftest import InThread, last_rank, only_apart, settle, until
 from mpexec import ConfigError, Executor, MPExecutor, UniExecutor, WorkerSpec, build_executor
+from mpexec.executor import choose_backend
 from mpexec.executor.base import State
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "init_process_group": False, "start_method": "forkserver"}
@@ -210,3 +211,33 @@ def test_importing_the_package_is_quick_and_light() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "fields, address, variables, chosen",
+    [
+        ({"world_size": 1}, None, {}, "uni"),
+        ({"world_size": 2}, None, {}, "mp"),
+        ({"world_size": 1}, "10.0.0.1:6379", {}, "ray"),
+        ({"world_size": 1}, None, {"RAY_ADDRESS": "10.0.0.1:6379"}, "ray"),
+        ({"world_size": 2, "device": "cuda"}, None, {"CUDA_VISIBLE_DEVICES": "0,1"}, "mp"),
+        ({"world_size": 3, "device": "cuda"}, None, {"CUDA_VISIBLE_DEVICES": "0,1"}, "ray"),
+        ({"world_size": 1, "device": "cuda"}, None, {"CUDA_VISIBLE_DEVICES": "-1"}, "ray"),
+        ({"world_size": 64, "device": "cpu"}, None, {}, "mp"),
+    ],
+    ids=str,
+)
+def test_auto_takes_ray_where_a_cluster_is_named_or_the_machine_is_too_small(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], address: str | None, variables: dict[str, str], chosen: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    backend, why = choose_backend(WorkerSpec(agent=Agent, **fields), address=address)
+    assert backend == chosen
+    assert why
+
+
+def test_options_of_ray_are_refused_where_it_is_not_what_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"placement_timeout.*'mp'"):
+        build_executor(Agent, "mp", world_size=2, placement_timeout=1.0, **OPTIONS)

@@ -609,6 +609,31 @@ def test_a_fork_of_the_program_cannot_call_the_ranks_of_its_parent(start: Start)
     assert driver.stderr == ""
 
 
+def test_a_fork_of_the_program_cannot_call_the_thread_of_its_parent(start: Start) -> None:
+    driver = start(
+        """
+        from mpexec import UniExecutor
+        executor = UniExecutor(HostAgent, device="cpu", init_process_group=False)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                executor.collective_rpc("echo", args=("child",))
+            except Exception as error:
+                say(type(error).__name__)
+            executor.stop()
+            executor.release()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        say(executor.collective_rpc("echo", args=("parent",)))
+        executor.release()
+        """
+    )
+    assert driver.hear() == ["WrongStateError"]
+    assert driver.hear() == [[["parent", 0]]]
+    assert driver.end() == 0
+    assert driver.stderr == ""
+
+
 def test_a_fork_of_the_program_has_an_executor_of_its_own(start: Start) -> None:  # F113
     driver = start(
         """

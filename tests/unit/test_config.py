@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpexec.config import EngineConfig, Topology, WorkerSpec
+from mpexec.config import EngineConfig, RayOptions, Topology, WorkerSpec
 from mpexec.errors import ConfigError
 
 
@@ -88,3 +88,18 @@ def test_cores_are_divided_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_engine_limits_that_cannot_work_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         EngineConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"address": ""}, {"address": 6379}, {"address": "ray://10.0.0.1:10001"}, {"placement_strategy": "CLOSE"},
+        {"placement_timeout": 0}, {"placement_timeout": "5"}, {"bundle_indices": (0, 1)}, {"cpus_per_rank": -1},
+        {"cpus_per_rank": float("nan")}, {"cpus_per_rank": "1"}, {"resources_per_rank": {"tpu": -1}},
+        {"resources_per_rank": {"GPU": 1}}, {"resources_per_rank": {"CPU": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_places_that_cannot_work_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        RayOptions(**fields)

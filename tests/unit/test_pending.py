@@ -367,3 +367,55 @@ def test_errors_of_ended_calls_carry_their_root_cause() -> None:
     assert broken.__cause__ is stopped.__cause__ is root
     assert "first line" in str(broken)
     assert "second line" not in str(broken)
+
+
+def lose_peer(pending: PendingCall, rank: int) -> None:
+    pending.fail(rank, ConnectionResetError("Connection reset by peer"), consequence=True)
+
+
+def test_a_lost_peer_is_not_believed_while_a_missing_rank_may_be_dead(clock: Clock) -> None:
+    pending = call(suspects=frozenset({1, 2}))
+    lose_peer(pending, 0)
+    clock.now += 9 * SECOND
+    assert not pending.settle(clock.now)
+    pending.end_with(WorkerDiedError("rank 1 died", rank=1))
+    assert isinstance(pending.error, WorkerDiedError)
+    assert [type(other) for other in pending.error.others.exceptions] == [ConnectionResetError]  # type: ignore[union-attr]
+
+
+def test_a_lost_peer_is_believed_when_the_others_have_shown_that_they_live(clock: Clock) -> None:
+    pending = call(suspects=frozenset({1, 2}))
+    lose_peer(pending, 0)
+    clock.now += 2 * SECOND  # the grace is over by then
+    pending.clear(1)
+    assert not pending.done
+    pending.clear(2)
+    assert pending.done
+    assert type(pending.error) is ConnectionResetError
+
+
+def test_a_rank_that_shows_no_sign_of_life_holds_a_call_for_ten_seconds(clock: Clock) -> None:
+    pending = call(suspects=frozenset({1}))
+    lose_peer(pending, 0)
+    assert pending.next_expiry() == clock.now + 10 * SECOND
+    clock.now += 10 * SECOND
+    assert pending.settle(clock.now)
+    assert pending.stuck
+
+
+def test_a_suspect_that_answers_is_none(clock: Clock) -> None:
+    pending = call(suspects=frozenset({1, 2}))
+    lose_peer(pending, 0)
+    pending.accept(1, None)
+    pending.accept(2, None)
+    clock.now += 60 * MS
+    assert pending.settle(clock.now)
+    assert not pending.stuck
+
+
+def test_a_call_whose_deadline_has_passed_has_no_further_expiry(clock: Clock) -> None:
+    pending = call(timeout=1.0)
+    clock.now += 2 * SECOND
+    assert pending.next_expiry() is not None
+    pending.timed_out = True
+    assert pending.next_expiry() is None
