@@ -43,7 +43,7 @@ from mpexec.messages import Failure
 from mpexec.processes import Death
 from mpexec.transport.channel import CALL, DONE, FAILED, PLAIN_CALL, PLAIN_DONE
 from mpexec.transport.frame import decode, dump_plain, encode, is_plain, load_plain
-from mpexec.worker.ray_rank import EXITED, INLINE, Body, Record
+from mpexec.worker.ray_rank import EXITED, HEAD, INLINE, Body, Record
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,9 @@ class RayExecutor(GatedExecutor):
         _check_ray()
         ranks = self._group.ranks
         for rank, (kind, body) in bodies.items():
-            answer = ranks[rank].actor.call.remote(before[rank], call_id, kind, body).future()
+            head = HEAD.pack(before[rank], call_id, kind)
+            content = (head + body,) if isinstance(body, bytes) else (head, body)
+            answer = ranks[rank].actor.call.remote(*content).future()
             answer.add_done_callback(lambda future, rank=rank: on_reply(rank, future))
 
     def _send_again(self, call_id: int, before: dict[int, int], bodies: dict[int, Any], error: BaseException) -> None:
@@ -231,9 +233,11 @@ class RayExecutor(GatedExecutor):
         if error is not None:
             self._on_no_reply(rank, error)
             return
-        record: Record | None = future.result()
+        record: Record | bytes | None = future.result()
         if record is None:
             return
+        if isinstance(record, bytes):
+            record = record[0], record[1:], [], []
         if record[0] == EXITED:
             self._group.exited(rank, load_plain(record[1]))
             return

@@ -202,10 +202,9 @@ class RayGroup:
     def _make_actor(self, rank: int, placement: Placement) -> Any:
         bundle, need = placement.bundles[rank], dict(placement.need)
         env = {**self.spec.env, **(self.spec.env_per_rank[rank] if self.spec.env_per_rank else {})}
-        threads = self.spec.threads or max(1, int(bundle.cpus) // bundle.local_size)
         environment = {
             **forwarded(dict(os.environ)),
-            **rank_environment(rank, self.spec.world_size, {}, threads=threads),
+            **rank_environment(rank, self.spec.world_size, {}, threads=self.spec.threads),
             "LOCAL_RANK": str(bundle.local_rank),
             "LOCAL_WORLD_SIZE": str(bundle.local_size),
             **env,
@@ -221,7 +220,7 @@ class RayGroup:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement.group, bundle.index, placement_group_capture_child_tasks=False
             ),
-        ).remote(rank, environment, list(sys.path))
+        ).remote(rank, environment, list(sys.path), bundle.local_size)
 
     def _ask_all(self, ask: Callable[[RayRank], Any], phase: str, deadline: Deadline) -> list[Any]:
         """What every rank answers to one question.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,6 @@ class RankBundle:
         address: Of that node.
         local_rank: This rank among those of its node.
         local_size: How many ranks its node has.
-        cpus: CPUs of the node.
     """
 
     index: int
@@ -42,7 +42,6 @@ class RankBundle:
     address: str
     local_rank: int
     local_size: int
-    cpus: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +152,8 @@ def _await_room(
             return
         if not goes_on():
             raise StartupError("the start was cancelled by its caller", phase="placement")
+        if not told:
+            gc.collect()  # an executor that nobody refers to any more may hold the room
         if left <= 0:
             raise StartupError(
                 _no_room_text(need, world_size, options, seconds),
@@ -224,7 +225,6 @@ def _seat(
                 address=nodes[node_id]["NodeManagerAddress"],
                 local_rank=seen[node_id],
                 local_size=sizes[node_id],
-                cpus=nodes[node_id]["Resources"].get("CPU", 1.0),
             )
         )
         seen[node_id] += 1

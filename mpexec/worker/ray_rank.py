@@ -15,6 +15,7 @@ import pickle
 import platform
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 EXITED = 100  # the kind of the answer to every call of a rank that ends by `SystemExit`; its value is the exit code
 STACK_SIGNAL = int(signal.SIGRTMAX - 1)
 INLINE = 65536  # bytes of a plain value; what is longer is pickled, and may leave the message
+HEAD = struct.Struct("<QQB")
 _LONG_S = 0.02  # a call that takes longer is told to the driver, for `describe`
 _EXIT_S = 1.0
 
@@ -86,7 +88,19 @@ def this_version() -> str:
 class RankActor:
     """Serves one rank. Made by the driver as an actor with room for any number of calls at once."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str | None], path: list[str]) -> None:
+    _rank = -1  # Ray asks for the name also when the constructor has failed
+
+    def __init__(self, rank: int, environment: Mapping[str, str | None], path: list[str], local_size: int) -> None:
+        """Take on the rank's environment, before anything imports torch.
+
+        Args:
+            rank: This rank.
+            environment: Changes to the variables.
+            path: The driver's `sys.path`.
+            local_size: How many ranks this node has: they share its cores.
+        """
+        # Ray sets it to the CPUs that it reserves, which says how it counts and not how many there are.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // local_size))
         for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -218,22 +232,26 @@ class RankActor:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    async def call(self, after: int, call_id: int, kind: int, body: Body) -> Record | None:
+    async def call(self, head: bytes, stored: Body | None = None) -> Record | bytes | None:
         """Run a call when all before it have been begun, and answer.
 
+        One `bytes` each way is what Ray carries fastest, so that is what small calls and answers are.
+
         Args:
-            after: The id of the call that comes before it on this rank, 0 for the first.
-            call_id: Its id.
-            kind: Of its payload.
-            body: Method, arguments, and the ranks whose value is wanted: the payload, or payload and large buffers.
+            head: `HEAD`: the id of the call that comes before it on this rank (0 for the first), its own id, the kind
+                of its payload; then the payload, where it is small.
+            stored: Payload and buffers, where they are large.
 
         Returns:
-            The answer; None to a call that was sent twice, which is run once.
+            The answer, without buffers the kind as one byte and the payload; None to a call that was sent twice, which
+            is run once.
         """
+        after, call_id, kind = HEAD.unpack_from(head)
         if call_id <= self._last or after in self._early:
             return None
-        answer = self._answers[call_id] = asyncio.get_running_loop().create_future()
-        self._early[after] = (call_id, kind, body)
+        assert self._loop is not None
+        answer = self._answers[call_id] = self._loop.create_future()
+        self._early[after] = (call_id, kind, head[HEAD.size :] if stored is None else stored)
         while self._last in self._early:
             begun = self._early.pop(self._last)
             self._last = begun[0]
@@ -241,9 +259,9 @@ class RankActor:
         self._look_later()
         try:
             record: Record = await answer
-            return record
         finally:
             self._answers.pop(call_id, None)
+        return record if record[2] else bytes((record[0],)) + record[1]
 
     def _post(self, call_id: int, kind: int, body: Body) -> None:
         try:
@@ -307,8 +325,9 @@ class RankActor:
 
     def _look_later(self) -> None:
         if not self._looks and self._told is None:
+            assert self._loop is not None
             self._looks = True
-            asyncio.get_running_loop().call_later(_LONG_S, self._look)
+            self._loop.call_later(_LONG_S, self._look)
 
     def _look(self) -> None:
         """Tell the driver of the call that keeps the rank busy; one that is short is not worth a message."""

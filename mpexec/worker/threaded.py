@@ -111,15 +111,12 @@ class WorkerThread:
         self.loop.call_soon_threadsafe(self._run_queue)
 
     def _run_queue(self) -> None:
-        if not self._is_running:
+        if self._queue and not self._is_running:
             self._is_running = True
             self._run_next()
 
     def _run_next(self) -> None:
         """Run one call, the next one a turn of the loop later: a coroutine's first step comes before it."""
-        if not self._queue:
-            self._is_running = False
-            return
         call_id, make_call = self._queue.popleft()
         self._last_begun = call_id
         try:
@@ -133,7 +130,10 @@ class WorkerThread:
             if call_id in self._abandoned:
                 self._abandoned.discard(call_id)
                 self.loop.call_soon(self._cancel, call_id)
-            self.loop.call_soon(self._run_next)
+            if self._queue:
+                self.loop.call_soon(self._run_next)
+            else:
+                self._is_running = False
 
     def cancel(self, call_id: int) -> None:
         """Cancel the coroutine of an abandoned call, from any thread, also before it has begun.
@@ -147,7 +147,7 @@ class WorkerThread:
         if call_id > self._last_begun:
             self._abandoned.add(call_id)
         elif self._dispatcher is not None:
-            self._dispatcher.cancel(call_id)
+            self.loop.call_soon(self._dispatcher.cancel, call_id)  # after its first step, which may be the loop's next
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

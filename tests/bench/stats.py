@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["ratio", "speed", "value"]
+Figures = dict[str, float]
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
     """The smallest sample that at least `share` of all samples do not exceed."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def columns(figures: dict[str, list[Figures]], key: str, unit: str) -> tuple[list[float], str, list[float]]:
+    """What was measured, its unit, and the comparator; the peers are in this order."""
+    ours, theirs = ([one[key] for one in of_peer] for of_peer in figures.values())
+    return ours, unit, theirs
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -15,30 +14,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.bench import fresh
+from tests.bench.generation import NEW_TOKENS, PROMPTS, take_turns
 from tests.bench.settings import Settings, in_turn
-from tests.bench.stats import Row, quantile
+from tests.bench.stats import Figures, Row, columns, quantile
 
 TOKENS_BAR = 0.9
 ITEMS_BAR = 20_000  # a second
 ROUND_TRIP_BAR = 1.3
 
-PROMPTS = (
-    "In the beginning",
-    "And it came to pass",
-    "Blessed are they that",
-    "The words of the king",
-    "And the people said",
-    "Then he answered",
-    "Now these are the names of",
-    "Behold,",
-)
-NEW_TOKENS = 100
 _PEERS = ("zmq", "in process")
 _LIMIT_NS = 4_000_000_000  # no series of round trips takes longer than this, however busy the machine is
 
-Figures = dict[str, float]
 Piece = tuple[str, tuple[int, ...], str | None]
-Answer = tuple[list[int], str]  # the token ids and the text
 
 
 def run(settings: Settings) -> list[Row]:
@@ -53,21 +40,15 @@ def _engines(settings: Settings) -> list[Row]:
     pieces = statistics.median(one["pieces"] for one in figures["zmq"])
     rows = [
         Row(
-            f"{len(PROMPTS)} requests at once", *_columns(figures, "tokens", "token/s"), TOKENS_BAR, at_least=True,
+            f"{len(PROMPTS)} requests at once", *columns(figures, "tokens", "token/s"), TOKENS_BAR, at_least=True,
             note=f"{pieces:.2f} pieces for each token",
         )
     ]  # fmt: skip
     for key in ("p50", "p99"):
-        row = Row(f"1 request, from piece to piece {key}", *_columns(figures, key, "us"))
+        row = Row(f"1 request, from piece to piece {key}", *columns(figures, key, "us"))
         row.note = f"{row.median - (row.comparator_median or 0):+.0f} us"
         rows.append(row)
     return rows
-
-
-def _columns(figures: dict[str, list[Figures]], key: str, unit: str) -> tuple[list[float], str, list[float]]:
-    """What was measured, its unit, and the comparator; the peers are in this order."""
-    ours, theirs = ([one[key] for one in of_peer] for of_peer in figures.values())
-    return ours, unit, theirs
 
 
 def _stream(settings: Settings) -> list[Row]:
@@ -85,7 +66,7 @@ def _round_trips(settings: Settings) -> list[Row]:
         for peer in in_turn(list(drivers), repeat):
             figures[peer].append(fresh.call(drivers[peer], calls=settings.calls))
     return [
-        Row(f"round trip {key}", *_columns(figures, key, "us"), bar)
+        Row(f"round trip {key}", *columns(figures, key, "us"), bar)
         for key, bar in (("p50", ROUND_TRIP_BAR), ("p99", None))
     ]
 
@@ -109,60 +90,7 @@ def drive_engines(runs: int, new_tokens: int, alone: int) -> dict[str, list[Figu
         for peer, make in zip(_PEERS, (ZMQEngine, Engine), strict=True):
             engines[peer] = make.from_pretrained(tp=2)
             made.callback(engines[peer].release)
-        return asyncio.run(_take_turns(engines, runs, new_tokens, alone))
-
-
-async def _take_turns(engines: dict[str, Any], runs: int, new_tokens: int, alone: int) -> dict[str, list[Figures]]:
-    figures: dict[str, list[Figures]] = {peer: [] for peer in engines}
-    expected: list[Answer] = []
-    async with contextlib.AsyncExitStack() as started:
-        for engine in engines.values():
-            await started.enter_async_context(engine)
-        for engine in engines.values():
-            await _one_run(engine, 10, 10)
-        for number in range(runs):
-            for peer in in_turn(list(engines), number):
-                result, answers = await _one_run(engines[peer], new_tokens, alone)
-                expected = expected or answers
-                if answers != expected:
-                    raise RuntimeError(_difference(peer, answers, expected))
-                figures[peer].append(result)
-    return figures
-
-
-async def _one_run(engine: Any, new_tokens: int, alone: int) -> tuple[Figures, list[Answer]]:
-    """Its figures and every answer, which must have as many tokens as it should."""
-    began = time.perf_counter_ns()
-    together = await asyncio.gather(*(_read(engine, prompt, new_tokens) for prompt in PROMPTS))
-    seconds = (time.perf_counter_ns() - began) / 1e9
-    single = await _read(engine, PROMPTS[0], alone)
-    answers = []
-    for pieces, wanted in [*((pieces, new_tokens) for pieces in together), (single, alone)]:
-        token_ids = [token for _, piece in pieces for token in piece.token_ids]
-        if len(token_ids) != wanted or pieces[-1][1].finish_reason != "length":
-            raise RuntimeError(f"{len(token_ids)} tokens, not {wanted}: {pieces[-1]}")
-        answers.append((token_ids, "".join(piece.text for _, piece in pieces)))
-    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(single)]
-    tokens = new_tokens * len(PROMPTS)
-    return {
-        "tokens": tokens / seconds,
-        "pieces": sum(len(pieces) for pieces in together) / tokens,
-        "p50": quantile(gaps, 0.5) / 1e3,
-        "p99": quantile(gaps, 0.99) / 1e3,
-    }, answers
-
-
-def _difference(peer: str, answers: list[Answer], expected: list[Answer]) -> str:
-    here, there = next((here, there) for here, there in zip(answers, expected, strict=True) if here != there)
-    return f"the engine {peer!r} says {here}; the first answer to this prompt was {there}"
-
-
-async def _read(engine: Any, prompt: str, new_tokens: int) -> list[tuple[int, Any]]:
-    """When each piece of an answer came, in ns, and the piece."""
-    from mpexec import SamplingParams
-
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    return [(time.perf_counter_ns(), piece) async for piece in engine.generate(prompt, params)]
+        return asyncio.run(take_turns(engines, runs, new_tokens, alone))
 
 
 # -- the RPC alone: in the driver processes ------------------------------------------------------------------------

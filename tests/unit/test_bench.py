@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
+import pytest
 from click.testing import CliRunner
 
-from tests.bench import fresh, zmq_engine
+from tests.bench import fresh, ray_executor, zmq_engine
 from tests.bench.__main__ import OPTIONAL, PARTS, chosen, main
-from tests.bench.fresh import ROOT
+from tests.bench.fresh import ROOT, BenchError
+from tests.bench.settings import Settings
 from tests.bench.stats import Row, quantile, table
 
 
@@ -57,7 +60,7 @@ def test_an_optional_part_runs_only_when_it_is_named():
     assert set(PARTS) >= OPTIONAL
     assert set(chosen(())) == set(PARTS) - OPTIONAL
     assert chosen(("zmq", "imports", "zmq")) == ["zmq", "imports"]
-    assert "all but these run: zmq" in CliRunner().invoke(main, ["--help"]).output
+    assert "all but these run: ray, zmq" in CliRunner().invoke(main, ["--help"]).output
 
 
 def test_the_streams_and_round_trips_of_the_rpc_bring_what_they_should():
@@ -66,3 +69,16 @@ def test_the_streams_and_round_trips_of_the_rpc_bring_what_they_should():
     for drive in (zmq_engine.drive_mpexec, zmq_engine.drive_pyzmq):
         figures = fresh.call(drive, calls=50)
         assert 0 < figures["p50"] <= figures["p99"]
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+def test_the_round_trips_of_ray_bring_what_they_should():
+    [by_peer] = fresh.call(ray_executor.drive_round_trips, world_sizes=[1], rounds=1, blocks=1)
+    for [figures] in by_peer.values():
+        assert 0 < figures["p50"] <= figures["p99"]
+
+
+def test_the_part_of_ray_says_where_ray_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BenchError, match=r"pip install 'mpexec\[ray\]'"):
+        ray_executor.run(Settings(quick=True))
