@@ -146,8 +146,9 @@ class RayOptions:
     """Where a `RayExecutor` puts its ranks.
 
     Attributes:
-        address: Of the cluster ("host:port", or "auto"). None joins the one that this process is connected to, that of
-            `RAY_ADDRESS`, or one that runs on this machine; where there is none, a local one is started.
+        address: Of the cluster ("host:port"); "auto" for any that runs on this machine, "local" for a new one. None
+            joins the one that this process is connected to, that of `RAY_ADDRESS`, or the one that `ray start` has
+            started on this machine; where there is none, a local one is started.
         placement_strategy: How the bundles of a placement group of our own are spread: "PACK", "SPREAD",
             "STRICT_PACK" or "STRICT_SPREAD".
         placement_group: A placement group of the user's, which stays when the executor is released.
@@ -170,7 +171,7 @@ class RayOptions:
 
     def __post_init__(self) -> None:
         if self.address is not None and (not isinstance(self.address, str) or not self.address):
-            raise ConfigError(f"address={self.address!r}: use 'host:port' or 'auto'")
+            raise ConfigError(f"address={self.address!r}: use 'host:port', 'auto' or 'local'")
         if self.address is not None and "://" in self.address:
             raise ConfigError(
                 f"address={self.address!r}: Ray Client is not supported; run this program on a node of the cluster and "

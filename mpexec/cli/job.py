@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -18,9 +20,10 @@ import click
 from mpexec.cli.interrupt import end_process_in
 from mpexec.cli.output import StdoutWriter
 from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_failure
-from mpexec.config import EngineConfig
+from mpexec.config import EngineConfig, StartMethod
 from mpexec.engine.engine import Engine, ModelPlan, SamplingParams
 from mpexec.errors import ConfigError
+from mpexec.executor import choose_backend
 from mpexec.tasks import cancel_async_tasks
 
 _STOP_TIMEOUT_S = 1.0  # after a failure has been told, the prompt must be back within two seconds
@@ -45,6 +48,22 @@ def engine_class(*, own_process: bool) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install 'mpexec[zmq]'") from error
     return ZMQEngine
+
+
+def choose_executor(plan: ModelPlan, asked: str) -> str:
+    """The executor for a model: "mp" or "ray".
+
+    Raises:
+        ConfigError: It is Ray's, and Ray is not installed.
+    """
+    chosen, why = choose_backend(plan.worker_spec(EngineConfig()), asked)
+    if chosen != "ray":
+        return "mp"  # processes also for one rank: importing torch here would hold up Ctrl-C
+    if find_spec("ray") is None:
+        raise ConfigError(
+            f"Ray is not installed, and --executor is ray ({why}): pip install 'mpexec[ray]', or use --executor mp"
+        )
+    return chosen
 
 
 @dataclass(slots=True)
@@ -104,12 +123,14 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """Everything about one run that has been checked before any rank starts."""
+    """Everything about one run that has been checked before any rank starts; the executor is "mp" or "ray"."""
 
     answers: list[Answer]
     params: SamplingParams
     plan: ModelPlan
-    start_method: str
+    executor: str
+    ray_address: str | None
+    start_method: StartMethod
     engine_process: bool
     stream: bool
     as_json: bool
@@ -126,6 +147,7 @@ class Job:
         temperature: float,
         seed: int,
         ignore_eos: bool,
+        executor: str,
         **options: Any,
     ) -> Job:
         """Check model and prompts.
@@ -143,7 +165,7 @@ class Job:
                 answers.append(Answer(prompt, plan.encode(prompt)))
             except ConfigError as bad:
                 raise ConfigError(f"prompt {number} of {len(prompts)}: {bad}") from bad
-        return cls(answers=answers, params=params, plan=plan, **options)
+        return cls(answers=answers, params=params, plan=plan, executor=choose_executor(plan, executor), **options)
 
     def engine_config(self) -> EngineConfig:
         """As many slots, and as much room in them, as this run can use."""
@@ -167,16 +189,18 @@ class Job:
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="mpexec")
         if self.verbose:
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        writer = StdoutWriter()
+        with self._quiet_stdout():
+            await self._load_and_serve(writer)
+
+    async def _load_and_serve(self, writer: StdoutWriter) -> None:
         with progress(f"loading {self.plan.facts.path.name} on {self.plan.tp} ranks"):
             engine = await engine_class(own_process=self.engine_process).from_pretrained_async(
                 self.plan.facts.path,
                 self.plan.tp,
-                # Processes also for one rank: importing torch here would hold up Ctrl-C.
-                backend="mp",
                 config=self.engine_config(),
-                start_method=self.start_method,
+                **self._executor_options(),
             )
-        writer = StdoutWriter()
         try:
             await engine.start_async()
             self._tell_pids(engine)
@@ -194,10 +218,27 @@ class Job:
             finally:
                 await engine.release_async()
 
+    @contextmanager
+    def _quiet_stdout(self) -> Iterator[None]:
+        """Keep off stdout what Ray says there, which belongs to the answers; a failure's facts are in its error."""
+        if self.executor != "ray":
+            yield
+            return
+        os.environ.setdefault("RAY_LOG_TO_DRIVER", "1" if self.verbose else "0")
+        with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stderr if self.verbose else nowhere):
+            yield
+
+    def _executor_options(self) -> dict[str, Any]:
+        """What the engine's executor is made of."""
+        if self.executor == "mp":
+            return {"backend": "mp", "start_method": self.start_method}
+        return {"backend": "ray", "address": self.ray_address}
+
     def _tell_pids(self, engine: AnyEngine) -> None:
         if self.verbose:
+            nodes = engine.rank_nodes
             for rank, pid in enumerate(engine.rank_pids):
-                complain(f"rank {rank} is process {pid}")
+                complain(f"rank {rank} is process {pid}" + (f" on node {nodes[rank]}" if nodes else ""))
 
     async def _serve(self, engine: AnyEngine, writer: StdoutWriter) -> None:
         began = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
-from mpexec.config import EngineConfig, WorkerSpec
+from mpexec.config import EngineConfig, RayOptions, WorkerSpec
 from mpexec.engine.engine_loop import EngineLoop
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType, SamplingParams
 from mpexec.engine.scheduler import Scheduler, check_prompt
@@ -27,7 +27,8 @@ _EXECUTOR_SHARE = 0.8  # of the stop timeout, so that the executor's ladder ends
 _FAILURE_GRACE_S = 0.3  # ranks are at one step together: a peer that has not answered by then sits in a collective
 _LOOP_PATIENCE_S = 1.0  # for a busy event loop to notice a stop from another thread
 
-Backend = Literal["auto", "uni", "mp"]
+Backend = Literal["auto", "uni", "mp", "ray"]
+_PLACING = frozenset(RayOptions.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,11 @@ class ModelPlan:
         )
 
 
+def _take_placing(fields: dict[str, Any]) -> dict[str, Any]:
+    """Take those out of `fields` that are `RayOptions`."""
+    return {name: fields.pop(name) for name in _PLACING & fields.keys()}
+
+
 def _has_tokenizers() -> bool:
     from importlib.util import find_spec
 
@@ -229,10 +235,13 @@ class Engine(TaskOwner):
         Args:
             path: Local folder with a Hugging Face causal language model; None is the bundled one.
             tp: Number of ranks that share every layer.
-            backend: "auto" runs a model on one rank inside this process, else each rank is a process.
+            backend: "auto" runs a model on one rank inside this process, else each rank is a process; where a Ray
+                cluster is named (`address`, or `RAY_ADDRESS`) or this machine has too few GPUs, each is an actor of
+                Ray's. On several machines the folder must be there on each of them, under the same path.
             config: Limits of the engine.
             dtype: Of weights and cache: "float32", "bfloat16" or "float16".
-            fields: Further fields of `WorkerSpec`, for example `start_method` and `device`.
+            fields: Further fields of `WorkerSpec`, for example `start_method` and `device`, and where the executor is
+                Ray's those of `RayOptions`, for example `address` and `placement_group`.
 
         Raises:
             ConfigError: Found before any rank starts.
@@ -242,7 +251,8 @@ class Engine(TaskOwner):
 
         config = config or EngineConfig()
         plan = ModelPlan.read(path, tp, config)
-        return cls(build_executor(plan.worker_spec(config, dtype=dtype, **fields), backend), plan, config)
+        placing = _take_placing(fields)
+        return cls(build_executor(plan.worker_spec(config, dtype=dtype, **fields), backend, **placing), plan, config)
 
     @classmethod
     async def from_pretrained_async(
@@ -261,7 +271,8 @@ class Engine(TaskOwner):
 
         limits = config or EngineConfig()
         plan = await in_thread(lambda: ModelPlan.read(path, tp, limits), name="mpexec-read-model")
-        executor = await build_executor_async(plan.worker_spec(limits, dtype=dtype, **fields), backend)
+        placing = _take_placing(fields)
+        executor = await build_executor_async(plan.worker_spec(limits, dtype=dtype, **fields), backend, **placing)
         return cls(executor, plan, limits)
 
     @property
@@ -271,8 +282,13 @@ class Engine(TaskOwner):
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """Process ids of the ranks, index = rank."""
+        """Process ids of the ranks, index = rank. With Ray each is that of its own node."""
         return self.executor.pids
+
+    @property
+    def rank_nodes(self) -> tuple[str, ...]:
+        """Addresses of the nodes that Ray has put the ranks on, index = rank; empty with any other executor."""
+        return tuple(row["node"] for row in self.executor.describe()["ranks"] if "node" in row)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
+import math
 import os
+import socket
 import threading
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
+from ray._private.utils import read_ray_address
 
 from mpexec.errors import ConfigError, StartupError
 from mpexec.executor.settings import kept_settings
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_S = 5.0
+_QUIET: dict[str, Any] = {"logging_level": logging.ERROR}  # what it warns of is its own signal handlers and tokens
+
 _lock = threading.Lock()
 _users = 0
 _ours = False  # this module has called `ray.init`
+_keeper: _Keeper | None = None  # of a cluster that this module has started
 
 
 def join_cluster(address: str | None, cpus: float) -> None:
     """Connect this process to a cluster, unless it is; each success is to be followed by one `leave_cluster`.
 
     Args:
-        address: "host:port", "auto", or None for whatever there is, a new local cluster at last.
+        address: "host:port", "auto", "local" for a new local cluster, or None for that of `RAY_ADDRESS` or `ray start`,
+            a new local one at last.
         cpus: CPUs that a new local cluster must have.
 
     Raises:
-        ConfigError: This process is connected to another cluster.
+        ConfigError: This process is connected to another cluster, or `RAY_ADDRESS` is one of Ray Client.
         StartupError: Nothing answers at the address, or no local cluster can be started.
     """
     global _users, _ours
@@ -39,7 +47,6 @@ def join_cluster(address: str | None, cpus: float) -> None:
         else:
             _connect(address, cpus)
             _ours = True
-            atexit.register(_leave_at_exit)  # after Ray's own, so that it runs before it
         _users += 1
 
 
@@ -51,18 +58,20 @@ def leave_cluster() -> None:
         if _users or not _ours:
             return
         _ours = False
-        atexit.unregister(_leave_at_exit)
-        with kept_settings():
-            ray.shutdown()
+        _leave()
 
 
-def _leave_at_exit() -> None:
+def _leave() -> None:
+    global _keeper
     with kept_settings():
         ray.shutdown()
+    if _keeper is not None:
+        _keeper.end()
+        _keeper = None
 
 
 def _check_same(address: str | None) -> None:
-    if address in (None, "auto"):
+    if address in (None, "auto", "local"):
         return
     connected = ray.get_runtime_context().gcs_address
     if connected != address:
@@ -74,19 +83,95 @@ def _check_same(address: str | None) -> None:
 
 def _connect(address: str | None, cpus: float) -> None:
     asked = address or os.environ.get("RAY_ADDRESS") or None
-    quiet: dict[str, Any] = {"logging_level": logging.WARNING}
+    if asked is not None and "://" in asked:  # an `address` has been checked
+        raise ConfigError(f"RAY_ADDRESS={asked!r}: Ray Client is not supported; use 'host:port', 'auto' or 'local'")
     with kept_settings():
-        try:
-            ray.init(address=asked or "auto", **quiet)
-            return
-        except (ConnectionError, RuntimeError) as error:
-            if asked is not None:
+        if asked is not None and asked != "local":
+            try:
+                _check_answers(asked)
+                ray.init(address=asked, **_QUIET)
+            except (OSError, RuntimeError, ValueError) as error:
                 raise StartupError(f"no Ray cluster at {asked!r}: {error}", phase="join the cluster") from error
-        count = max(os.cpu_count() or 1, int(-(-cpus // 1)))
-        logger.info("no Ray cluster runs here: starting a local one with %d CPUs", count)
+            return
+        if asked is None:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # a note of one that is gone
+                if _join_noted():
+                    return
+        _start_local(cpus)
+
+
+def _check_answers(address: str) -> None:
+    """Raise an `OSError` if nothing answers at host and port: Ray itself would try for minutes, and end the process."""
+    where = canonicalize_bootstrap_address(address)
+    host, _, port = (where or "").rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+
+
+def _join_noted() -> bool:
+    """Join the cluster that `ray start` has left a note of on this machine; False if there is none.
+
+    "auto" would also take a cluster that another program has started for itself, and that ends with it.
+    """
+    address = read_ray_address()
+    if not address:
+        return False
+    _check_answers(address)
+    ray.init(address=address, **_QUIET)
+    return True
+
+
+def _start_local(cpus: float) -> None:
+    """Start a cluster of our own.
+
+    The kernel ends its processes when the thread that has started them ends, so that one stays until it is left.
+    """
+    global _keeper
+    count = max(os.cpu_count() or 1, math.ceil(cpus))
+    logger.info("starting a local Ray cluster with %d CPUs", count)
+    keeper = _Keeper(address="local", num_cpus=count, include_dashboard=False, **_QUIET)
+    keeper.start()
+    try:
+        keeper.tried.wait()
+        if keeper.error is not None:
+            raise keeper.error
+    except BaseException as error:  # also a Ctrl-C: half a start is undone when it is whole
+        keeper.tried.wait()
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        keeper.end()
+        if not isinstance(error, Exception):  # whatever Ray makes of a full disk or a missing library is one
+            raise
+        raise StartupError(f"no local Ray cluster could be started: {error}", phase="join the cluster") from error
+    _keeper = keeper
+
+
+class _Keeper(threading.Thread):
+    """Calls `ray.init` and stays until `end`.
+
+    Attributes:
+        tried: Set once the cluster runs, or could not be started.
+        error: Why it could not.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(name="mpexec-ray", daemon=True)
+        self.tried = threading.Event()
+        self.error: BaseException | None = None
+        self._options = options
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """See the class."""
         try:
-            ray.init(address="local", num_cpus=count, include_dashboard=False, **quiet)
-        except Exception as error:  # whatever Ray makes of a full disk or a missing library
-            with contextlib.suppress(Exception):
-                ray.shutdown()
-            raise StartupError(f"no local Ray cluster could be started: {error}", phase="join the cluster") from error
+            ray.init(**self._options)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.tried.set()
+        self._over.wait()
+
+    def end(self) -> None:
+        """End the thread, and wait for that."""
+        self._over.set()
+        self.join()

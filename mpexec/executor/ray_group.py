@@ -39,6 +39,7 @@ _ROOM = 1 << 20  # calls in flight on one actor; there is no limit of ours
 _LAST_LINES = 200
 _FORWARDED = ("MPEXEC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_")
 _KILL_S = 0.25  # for an actor to end by itself when Ray kills it; Ray would give it five seconds
+_GO_S = 1.5  # for one that has left: taking an interpreter with torch down takes its time
 _KILL_FLOOR_S = 2.0
 
 _TOLD_BETTER = re.compile(
@@ -382,10 +383,11 @@ class RayGroup:
             self.rungs[rank.rank] = "exited" if rank.rank in before else "asked" if rank.left.is_set() else "KILL"
             with contextlib.suppress(Exception):  # it has ended since, or Ray has been shut down
                 ray.kill(rank.actor, no_restart=True)
-        brief = Deadline.after(_KILL_S)
-        for rank in self.ranks:
-            if not rank.gone.wait(brief.remaining()):
-                rank.kill()
+        for rung, seconds in (("KILL", _KILL_S), ("asked", _GO_S)):
+            patience = Deadline.after(seconds)
+            for rank in self.ranks:
+                if self.rungs[rank.rank] == rung and not rank.gone.wait(patience.remaining()):
+                    rank.kill()
         floor = Deadline.after(max(deadline.remaining() or 0.0, _KILL_FLOOR_S))
         for rank in self.ranks:
             rank.gone.wait(floor.remaining())

@@ -85,6 +85,16 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def _pids_here(engine: Engine) -> tuple[int, ...]:
+    """Process ids of the ranks that are on this machine."""
+    if not engine.rank_nodes:
+        return engine.rank_pids
+    import ray
+
+    here = ray.util.get_node_ip_address()
+    return tuple(pid for pid, node in zip(engine.rank_pids, engine.rank_nodes, strict=True) if node == here)
+
+
 class _EngineProcess:
     """The life of the process on its event loop."""
 
@@ -123,8 +133,9 @@ class _EngineProcess:
         return code if well else FAILED
 
     def _say_ready(self, server: AsyncRPCServer) -> None:
-        plan = self._engine.plan
-        self._lane.send(("ready", server.address, plan.facts, plan.tp, plan.max_length, self._engine.rank_pids))
+        plan, engine = self._engine.plan, self._engine
+        ranks = engine.rank_pids, engine.rank_nodes, _pids_here(engine)
+        self._lane.send(("ready", server.address, plan.facts, plan.tp, plan.max_length, *ranks))
 
     async def _serve(self, service: EngineService, server: AsyncRPCServer) -> int:
         """Wait for the first reason to end, and for what runs if that reason leaves time for it."""

@@ -34,6 +34,7 @@ class EngineProcess:
         address: Where it listens.
         plan: Its model.
         rank_pids: Processes of its ranks, index = rank.
+        rank_nodes: Nodes of its ranks, index = rank; empty where all are on this machine.
         death: The facts of its end, once it has ended.
     """
 
@@ -99,8 +100,8 @@ class EngineProcess:
                 (phase,) = news
                 logger.info("engine process: %s", phase)
             elif kind == "ready":
-                self.address, facts, tp, max_length, self.rank_pids = news
-                self._rank_pidfds = [OwnedFd(pidfd_open(pid)) for pid in self.rank_pids]
+                self.address, facts, tp, max_length, self.rank_pids, self.rank_nodes, pids_here = news
+                self._rank_pidfds = [OwnedFd(pidfd_open(pid)) for pid in pids_here]
                 self.plan = ModelPlan.of_facts(facts, tp, max_length)
                 return
             else:

@@ -139,8 +139,13 @@ class ZMQEngine(EngineClient):
 
     @property
     def rank_pids(self) -> tuple[int, ...]:
-        """Process ids of the engine's ranks, index = rank."""
+        """Process ids of the engine's ranks, index = rank. With Ray each is that of its own node."""
         return tuple(self._process.rank_pids)
+
+    @property
+    def rank_nodes(self) -> tuple[str, ...]:
+        """Addresses of the nodes that Ray has put the ranks on, index = rank; empty with any other executor."""
+        return tuple(self._process.rank_nodes)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
