@@ -29,8 +29,6 @@ class GatedExecutor(Executor):
     The lock is re-entrant: ending a call tells others, and they may end calls in turn.
     """
 
-    _look_s: float | None = None  # a waiter calls `_expire` at least this often, for what sends no event
-
     def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
         super().__init__(agent, **options)
         self._lock = threading.RLock()
@@ -42,16 +40,9 @@ class GatedExecutor(Executor):
         gate.acquire()
         pending.gate = gate
         while not pending.done:
-            left = self._patience(pending.next_expiry())
+            left = _seconds_until(pending.next_expiry())
             if not gate.acquire(timeout=_FOR_EVER if left is None else left) and not pending.done:
                 self._expire(pending)
-
-    def _patience(self, expiry: int | None) -> float | None:
-        """Seconds until a waiter is to look up."""
-        left = _seconds_until(expiry)
-        if self._look_s is None:
-            return left
-        return self._look_s if left is None else min(left, self._look_s)
 
     async def _wait_async(self, waiting: PendingCall | OutputWait) -> None:
         loop = asyncio.get_running_loop()
@@ -67,7 +58,7 @@ class GatedExecutor(Executor):
         try:
             while not waiting.done:
                 woken.clear()
-                left = self._patience(waiting.next_expiry())
+                left = _seconds_until(waiting.next_expiry())
                 timer = None if left is None else loop.call_later(left, woken.set)
                 try:
                     await woken.wait()

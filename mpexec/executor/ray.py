@@ -33,7 +33,7 @@ from mpexec.executor.pending import (
     timeout_error,
     undecodable_error,
 )
-from mpexec.executor.ray_cluster import join_cluster, leave_cluster
+from mpexec.executor.ray_cluster import check_session, join_cluster, leave_cluster, watch_session
 from mpexec.executor.ray_group import RayGroup, RayRank
 from mpexec.executor.ray_placement import place
 from mpexec.executor.stacks import collect_stacks
@@ -69,8 +69,6 @@ class RayExecutor(GatedExecutor):
         StartupError: There is no room, or a rank did not become ready; its error is the cause. Nothing is left behind.
     """
 
-    _look_s = 1.0
-
     @classmethod
     async def create_async(cls, *args: Any, **options: Any) -> Self:
         """Construct without blocking the loop. Cancelling it ends the ranks that were started, and waits for that."""
@@ -97,7 +95,7 @@ class RayExecutor(GatedExecutor):
             self._group = self._open(stack, abort)
             self._methods = frozenset.intersection(*(rank.ready.methods for rank in self._group.ranks if rank.ready))
             self._pids = tuple(rank.pid for rank in self._group.ranks)
-            self._attach()
+            self._attach(stack)
             stack.callback(self._callbacks.close)
             with self._state_lock:
                 if self._state is State.BROKEN:  # a rank died in the moment after it had become ready
@@ -110,13 +108,13 @@ class RayExecutor(GatedExecutor):
     def _open(self, stack: contextlib.ExitStack, abort: StartAbort) -> RayGroup:
         """Join the cluster, find room, make the actors, wait until they are ready; `stack` undoes it all."""
         spec, options = self.spec, self.options
-        join_cluster(options.address, spec.world_size * options.cpus_per_rank)
+        self._session = join_cluster(options.address, spec.world_size * options.cpus_per_rank)
         stack.callback(leave_cluster)
         aborted = threading.Event()
         abort.attach(aborted.set)
-        placement = place(spec, options, lambda: not aborted.is_set())
+        placement = place(spec, options, self._session, lambda: not aborted.is_set())
         stack.callback(placement.remove)
-        group = RayGroup(spec, options, abort)
+        group = RayGroup(spec, options, self._session, abort)
         stack.callback(group.close)
         stack.callback(group.end, Deadline.after(spec.init_timeout))
         try:
@@ -127,7 +125,7 @@ class RayExecutor(GatedExecutor):
             raise
         return group
 
-    def _attach(self) -> None:
+    def _attach(self, stack: contextlib.ExitStack) -> None:
         """Hear of news and deaths from now on; the group does not keep the executor alive."""
         self_ref = weakref.ref(self)
 
@@ -139,7 +137,12 @@ class RayExecutor(GatedExecutor):
             if (executor := self_ref()) is not None:
                 executor._on_death(death)
 
+        def on_lost() -> None:  # what is pending never ends by itself
+            if (executor := self_ref()) is not None:
+                executor._break(TransportError("this process has left the Ray cluster: ray.shutdown() was called"))
+
         self._group.attach(on_news, on_death)
+        stack.callback(watch_session(self._session, on_lost))
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -172,10 +175,12 @@ class RayExecutor(GatedExecutor):
             pending.call_id = self._calls.next_id()
             self._calls.by_id[pending.call_id] = pending
             before = {rank: self._last_sent[rank] for rank in bodies}
-            self._last_sent.update(dict.fromkeys(bodies, pending.call_id))  # in one step: no Ctrl-C comes between
+            now = dict.fromkeys(bodies, pending.call_id)
             try:
+                self._last_sent.update(now)
                 self._send(pending.call_id, before, bodies)
             except BaseException as error:
+                self._last_sent.update(now)  # a Ctrl-C may have come before it
                 self._send_again(pending.call_id, before, bodies, error)
                 raise
         if not self._usable:
@@ -188,7 +193,7 @@ class RayExecutor(GatedExecutor):
             if (executor := self_ref()) is not None:
                 executor._on_reply(rank, call_id, future)
 
-        _check_ray()
+        check_session(self._session)
         ranks = self._group.ranks
         for rank, (kind, body) in bodies.items():
             head = HEAD.pack(before[rank], call_id, kind)
@@ -220,7 +225,7 @@ class RayExecutor(GatedExecutor):
     def _tell(self, rank: int, method: str, *args: Any) -> Any:
         """Call a method of the actor itself; None if Ray has been shut down."""
         try:
-            _check_ray()
+            check_session(self._session)
             return getattr(self._group.ranks[rank].actor, method).remote(*args).future()
         except Exception as error:  # whatever Ray raises when it is gone
             logger.debug("rank %d was not told to %s: %s", rank, method, error)
@@ -362,14 +367,6 @@ class RayExecutor(GatedExecutor):
                 stacks[rank] = f"<no stack: the rank on node {where.address if where else '?'} did not answer>"
         return dict(sorted(stacks.items()))
 
-    def _expire(self, pending: PendingCall) -> None:
-        if not ray.is_initialized():  # what is pending then never ends by itself
-            try:
-                _check_ray()
-            except TransportError as error:
-                self._break(error)
-        super()._expire(pending)
-
     # -- verbs -----------------------------------------------------------------------------------------------------
 
     def _tell_to_stop(self) -> None:
@@ -500,12 +497,6 @@ def _open(record: Record) -> Any:
         raise TransportError(f"a rank sent a record of unknown kind {kind}")
     copies = [bytearray(buffer) if own else bytes(buffer) for buffer, own in zip(buffers, private, strict=True)]
     return decode(payload, [memoryview(copy) for copy in copies])
-
-
-def _check_ray() -> None:
-    """Raise if the user has called `ray.shutdown`: Ray itself would start a new cluster here."""
-    if not ray.is_initialized():
-        raise TransportError("this process has left the Ray cluster: ray.shutdown() was called")
 
 
 def _lost_ray(error: BaseException) -> TransportError:

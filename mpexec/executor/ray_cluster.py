@@ -8,33 +8,38 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.utils import read_ray_address
 
-from mpexec.errors import ConfigError, StartupError
+from mpexec.errors import ConfigError, StartupError, TransportError
 from mpexec.executor.settings import kept_settings
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
+_LOOK_S = 1.0
 _QUIET: dict[str, Any] = {"logging_level": logging.ERROR}  # what it warns of is its own signal handlers and tokens
 
 _lock = threading.Lock()
 _users = 0
-_ours = False  # this module has called `ray.init`
+_ours = ""  # the session that this module has begun by `ray.init`
 _keeper: _Keeper | None = None  # of a cluster that this module has started
 
 
-def join_cluster(address: str | None, cpus: float) -> None:
+def join_cluster(address: str | None, cpus: float) -> str:
     """Connect this process to a cluster, unless it is; each success is to be followed by one `leave_cluster`.
 
     Args:
         address: "host:port", "auto", "local" for a new local cluster, or None for that of `RAY_ADDRESS` or `ray start`,
             a new local one at last.
         cpus: CPUs that a new local cluster must have.
+
+    Returns:
+        The session's name, for `check_session`.
 
     Raises:
         ConfigError: This process is connected to another cluster, or `RAY_ADDRESS` is one of Ray Client.
@@ -46,8 +51,48 @@ def join_cluster(address: str | None, cpus: float) -> None:
             _check_same(address)
         else:
             _connect(address, cpus)
-            _ours = True
+            _ours = _session()
         _users += 1
+        return _session()
+
+
+def check_session(session: str) -> None:
+    """Raise if this process has left the cluster, by the user's `ray.shutdown`: Ray would start a new one by itself.
+
+    Raises:
+        TransportError: It has.
+    """
+    if not is_session(session):
+        raise TransportError("this process has left the Ray cluster of this executor: ray.shutdown() was called")
+
+
+def is_session(session: str) -> bool:
+    """True as long as this process is connected as it was when it joined."""
+    return ray.is_initialized() and _session() == session
+
+
+def watch_session(session: str, on_lost: Callable[[], None]) -> Callable[[], None]:
+    """Call `on_lost()` within about a second when this process has left the cluster, of which Ray tells nobody.
+
+    Returns:
+        Ends the watch.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            if not is_session(session):
+                on_lost()
+                return
+
+    threading.Thread(target=watch, name="mpexec-ray-session", daemon=True).start()
+    return over.set
+
+
+def _session() -> str:
+    """The cluster, and the job, which is one connection to it; the tasks of a job that are drivers too share it."""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
 
 
 def leave_cluster() -> None:
@@ -57,14 +102,15 @@ def leave_cluster() -> None:
         _users -= 1
         if _users or not _ours:
             return
-        _ours = False
-        _leave()
+        session, _ours = _ours, ""
+        _leave(session)
 
 
-def _leave() -> None:
+def _leave(session: str) -> None:
     global _keeper
-    with kept_settings():
-        ray.shutdown()
+    if is_session(session):
+        with kept_settings():
+            ray.shutdown()
     if _keeper is not None:
         _keeper.end()
         _keeper = None
@@ -127,6 +173,9 @@ def _start_local(cpus: float) -> None:
     The kernel ends its processes when the thread that has started them ends, so that one stays until it is left.
     """
     global _keeper
+    if _keeper is not None:  # of a cluster that the user has ended
+        _keeper.end()
+        _keeper = None
     count = max(os.cpu_count() or 1, math.ceil(cpus))
     logger.info("starting a local Ray cluster with %d CPUs", count)
     keeper = _Keeper(address="local", num_cpus=count, include_dashboard=False, **_QUIET)

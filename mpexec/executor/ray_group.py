@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mpexec.config import RayOptions, WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import StartupError
+from mpexec.executor.ray_cluster import check_session, is_session
 from mpexec.executor.ray_placement import Placement
 from mpexec.executor.starting import StartAbort, StartWatch
 from mpexec.messages import Ready
@@ -104,16 +105,22 @@ class RayRank:
 
     def state(self) -> str:
         """What the kernel says of it; of a rank on another machine only whether it is known to be gone."""
-        if self.gone.is_set() or self.place is None:
-            return "gone"
-        if self.pidfd is None or self.pidfd.closed:
-            return "running"
+        if self.place is None or self.pidfd is None or self.pidfd.closed:
+            return "gone" if self.gone.is_set() or self.place is None else "running"
         return process_state(self.place.pid, self.pidfd.fd)
 
     def signal_stacks(self) -> None:
         """Have it write its stacks."""
         if self.pidfd is not None and not self.pidfd.closed:
             linux.pidfd_send_signal(self.pidfd.fd, STACK_SIGNAL)
+
+    def await_end(self, deadline: Deadline) -> bool:
+        """Wait until its process has ended, where it is here; else until Ray says so. False if it has not."""
+        if self.pidfd is None or self.pidfd.closed:
+            return self.gone.wait(deadline.remaining())
+        poll = select.poll()
+        poll.register(self.pidfd.fd, select.POLLIN)
+        return bool(poll.poll(deadline.poll_ms()))
 
     def kill(self) -> None:
         """End a process of this machine that Ray has been asked to end."""
@@ -157,9 +164,10 @@ class RayGroup:
         rungs: What it took to end each rank: "exited", "asked" or "KILL".
     """
 
-    def __init__(self, spec: WorkerSpec, options: RayOptions, abort: StartAbort | None) -> None:
+    def __init__(self, spec: WorkerSpec, options: RayOptions, session: str, abort: StartAbort | None) -> None:
         self.spec = spec
         self.options = options
+        self.session = session
         self.ranks: list[RayRank] = []
         self.rungs: dict[int, str] = {}
         self.owner_pid = os.getpid()
@@ -288,6 +296,7 @@ class RayGroup:
 
     def _listen(self, rank: RayRank) -> None:
         try:
+            check_session(self.session)
             _then(rank.actor.listen.remote(), lambda future: self._heard(rank, future))
         except Exception as error:  # Ray has been shut down meanwhile
             self.lose(rank.rank, error)
@@ -372,8 +381,9 @@ class RayGroup:
                 logger.warning("Ray does not answer: the actors may still run")
 
     def _end_all(self, deadline: Deadline, ask: bool) -> None:
+        connected = is_session(self.session)
         before = {rank.rank for rank in self.ranks if rank.gone.is_set() or rank.exit_code is not None}
-        if ask:
+        if ask and connected:
             asking = deadline.share(0.4)
             for rank in self.ranks:
                 self._ask_to_leave(rank)
@@ -381,20 +391,19 @@ class RayGroup:
                 rank.left.wait(asking.remaining())
         for rank in self.ranks:
             self.rungs[rank.rank] = "exited" if rank.rank in before else "asked" if rank.left.is_set() else "KILL"
-            with contextlib.suppress(Exception):  # it has ended since, or Ray has been shut down
-                ray.kill(rank.actor, no_restart=True)
-        for rung, seconds in (("KILL", _KILL_S), ("asked", _GO_S)):
+            if connected:
+                with contextlib.suppress(Exception):  # it has ended since
+                    ray.kill(rank.actor, no_restart=True)
+        for rung, seconds in (("KILL", _KILL_S), ("exited", _KILL_S), ("asked", _GO_S)):
             patience = Deadline.after(seconds)
             for rank in self.ranks:
-                if self.rungs[rank.rank] == rung and not rank.gone.wait(patience.remaining()):
+                if self.rungs[rank.rank] == rung and not rank.await_end(patience):
                     rank.kill()
         floor = Deadline.after(max(deadline.remaining() or 0.0, _KILL_FLOOR_S))
         for rank in self.ranks:
-            rank.gone.wait(floor.remaining())
-            if rank.pidfd is not None and not rank.pidfd.closed:
-                poll = select.poll()
-                poll.register(rank.pidfd.fd, select.POLLIN)
-                poll.poll((floor.remaining() or 0.0) * 1000)
+            rank.await_end(floor)
+            if connected:
+                rank.gone.wait(floor.remaining())
         if hard := {rank: rung for rank, rung in self.rungs.items() if ask and rung == "KILL"}:
             logger.warning("ranks did not leave when asked: %s", hard)
 

@@ -16,11 +16,12 @@ from ray.util.placement_group import PlacementGroup
 from mpexec.config import RayOptions, WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import ConfigError, StartupError
+from mpexec.executor.ray_cluster import is_session
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT_S = 60.0
-_SLICE_S = 0.5  # of the wait for room, after which is asked whether the start goes on
+_SLICE_S = 1  # of the wait for room, after which is asked whether the start goes on; Ray counts whole seconds
 
 Resources = Mapping[str, float]
 
@@ -52,12 +53,14 @@ class Placement:
         group: The placement group.
         is_ours: It goes when the executor does.
         need: Resources of each rank.
+        session: Of the cluster.
     """
 
     group: PlacementGroup
     is_ours: bool
     need: Resources
     bundles: tuple[RankBundle, ...]
+    session: str
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -65,12 +68,12 @@ class Placement:
         return tuple(dict.fromkeys(bundle.node_id for bundle in self.bundles))
 
     def remove(self) -> None:
-        """Give the room back, where it is ours."""
-        if self.is_ours:
+        """Give the room back, where it is ours and still held."""
+        if self.is_ours and is_session(self.session):
             remove_placement_group(self.group)
 
 
-def place(spec: WorkerSpec, options: RayOptions, goes_on: Callable[[], bool]) -> Placement:
+def place(spec: WorkerSpec, options: RayOptions, session: str, goes_on: Callable[[], bool]) -> Placement:
     """Find room for all ranks and give them seats: those of the driver's node first, then node by node.
 
     Bundles that the user has named keep the order in which they are named.
@@ -78,6 +81,7 @@ def place(spec: WorkerSpec, options: RayOptions, goes_on: Callable[[], bool]) ->
     Args:
         spec: What the ranks run.
         options: Where they are to be.
+        session: Of the cluster.
         goes_on: False ends the wait.
 
     Raises:
@@ -89,11 +93,12 @@ def place(spec: WorkerSpec, options: RayOptions, goes_on: Callable[[], bool]) ->
     if group is not None:
         indices = _check_group(group, options.bundle_indices, need, spec.world_size)
         _await_room(group, need, spec.world_size, options, goes_on)
-        return _seat(group, indices, need, is_ours=False, in_order=options.bundle_indices is not None)
+        bundles = _seats(group, indices, in_order=options.bundle_indices is not None)
+        return Placement(group, False, need, bundles, session)
     group = placement_group([dict(need)] * spec.world_size, strategy=options.placement_strategy)
     try:
         _await_room(group, need, spec.world_size, options, goes_on)
-        return _seat(group, tuple(range(spec.world_size)), need, is_ours=True, in_order=False)
+        return Placement(group, True, need, _seats(group, range(spec.world_size), in_order=False), session)
     except BaseException:
         remove_placement_group(group)
         raise
@@ -148,7 +153,7 @@ def _await_room(
     while True:
         left = deadline.remaining() if deadline is not None else 0.0
         assert left is not None
-        if group.wait(timeout_seconds=min(left, _SLICE_S)):
+        if group.wait(timeout_seconds=_SLICE_S):
             return
         if not goes_on():
             raise StartupError("the start was cancelled by its caller", phase="placement")
@@ -202,9 +207,7 @@ def _table(need: Resources, world_size: int) -> str:
     return "\n".join(lines)
 
 
-def _seat(
-    group: PlacementGroup, indices: Sequence[int], need: Resources, *, is_ours: bool, in_order: bool
-) -> Placement:
+def _seats(group: PlacementGroup, indices: Sequence[int], *, in_order: bool) -> tuple[RankBundle, ...]:
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     here = ray.get_runtime_context().get_node_id()
@@ -228,4 +231,4 @@ def _seat(
             )
         )
         seen[node_id] += 1
-    return Placement(group, is_ours, need, tuple(bundles))
+    return tuple(bundles)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def kept_settings() -> Iterator[None]:
-    """Signal handlers and environment variables are afterwards what they were; Ray changes some of both."""
+    """Signal handlers, and the variables of Ray, are afterwards what they were: it changes some of both."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     variables = dict(os.environ)
     try:
@@ -21,6 +21,7 @@ def kept_settings() -> Iterator[None]:
             for number, handler in handlers.items():
                 if handler is not None and signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
-        for name in os.environ.keys() - variables.keys():
+        # Only what is Ray's: other threads of the program may set variables of their own meanwhile.
+        for name in [name for name in os.environ if name.startswith("RAY_") and name not in variables]:
             del os.environ[name]
-        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
+        os.environ.update({name: value for name, value in variables.items() if name.startswith("RAY_")})

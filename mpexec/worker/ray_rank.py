@@ -384,14 +384,20 @@ class RankActor:
         except (RuntimeError, MpexecError) as error:
             logger.warning("the process group could not be left: %s", error)
 
-    def _on_exit(self, leaving: BaseException) -> None:
-        """The rank's thread ends by `SystemExit`, after its clean-up; the process is to end with it."""
+    def _on_exit(self, leaving: BaseException, is_clean: bool) -> None:
+        """The rank's thread ends by `SystemExit`, and the process is to end with it, after the clean-up.
+
+        Then the driver hears of it, and ends the actor. Should the clean-up get stuck, or there be no driver, the
+        process ends by itself.
+        """
         code = exit_code(leaving)
+        if is_clean:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._say_exited, code)
+            return
         logger.error("rank %d ends: %r", self._rank, leaving)
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._say_exited, code)
-        # The driver hears of it first, and ends the actor; should there be no driver, this does.
-        timer = threading.Timer(_EXIT_S, os._exit, (code,))
+        worker = self._thread.worker
+        timer = threading.Timer(max(_EXIT_S, worker.spec.stop_timeout / 4 if worker else 0.0), os._exit, (code,))
         timer.daemon = True
         timer.start()
 

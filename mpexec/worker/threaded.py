@@ -28,8 +28,9 @@ class WorkerThread:
         name: Name of the thread.
         report: Called on the thread as `report(call, value, error)`, once a call; see `Dispatcher`.
         dropped: Called on the thread with the id of a call that a stop had dropped, in place of a report.
-        on_exit: Called on the thread with the `SystemExit` or `KeyboardInterrupt` that ended the loop; the worker has
-            been stopped and released by then. Without it these are a failure of their call, and the thread goes on.
+        on_exit: Called on the thread with the `SystemExit` or `KeyboardInterrupt` that ended the loop: with False, and
+            with True when the worker has been stopped and released. It is raised after that. Without `on_exit` these
+            are a failure of their call, and the thread goes on.
 
     Attributes:
         worker: The worker, once `build` has made it.
@@ -43,7 +44,7 @@ class WorkerThread:
         report: Report,
         *,
         dropped: Callable[[int], None] = lambda call_id: None,
-        on_exit: Callable[[BaseException], None] | None = None,
+        on_exit: Callable[[BaseException, bool], None] | None = None,
     ) -> None:
         self.loop = asyncio.SelectorEventLoop()
         self.worker: BaseWorker | None = None
@@ -74,8 +75,9 @@ class WorkerThread:
                         logger.debug("a coroutine ended with %r", leaving)
                         continue
                     self.drop_until = sys.maxsize
+                    self._on_exit(leaving, False)
                     self.loop.run_until_complete(self._leave())
-                    self._on_exit(leaving)
+                    self._on_exit(leaving, True)
                     raise
         finally:
             self.loop.close()

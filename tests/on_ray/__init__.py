@@ -1,0 +1,1 @@
+"""RayExecutor on real clusters, each started by a program of its own."""
