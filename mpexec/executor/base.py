@@ -18,7 +18,7 @@ from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
 from mpexec.executor.future import Callbacks, CallFuture
 from mpexec.executor.outputs import Outputs, OutputWait
-from mpexec.executor.pending import CallTable, PendingCall, broken_error, stopped_by_error
+from mpexec.executor.pending import CallTable, PendingCall, broken_error, first_line, stopped_by_error
 from mpexec.executor.threads import in_thread
 from mpexec.messages import method_name
 
@@ -474,6 +474,16 @@ class Executor:
     def describe(self) -> dict[str, Any]:
         """State of the executor and of every rank, as plain data; never blocks, never raises."""
         raise NotImplementedError
+
+    def _describe_self(self, kind: str) -> dict[str, Any]:
+        """What `describe` says of every kind of executor, its ranks apart."""
+        return {
+            "kind": kind,
+            "state": self._state.name,
+            "root_cause": None if self._root is None else first_line(self._root),
+            "calls_in_flight": len(self._calls),
+            "late_replies": self._calls.late,
+        }
 
     def check_health(self) -> bool:
         """True while calls can make progress. Looks at processes and queues behind no call."""

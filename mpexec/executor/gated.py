@@ -105,6 +105,17 @@ class GatedExecutor(Executor):
                     return
                 self._root = root
                 self._enter(State.BROKEN)
+        try:
+            self._tell_broken(root, error_for)
+        except BaseException:  # a Ctrl-C: nobody else would tell those that wait
+            threading.Thread(target=self._tell_broken, args=(root, error_for), name="mpexec-tell", daemon=True).start()
+            raise
+
+    def _tell_broken(
+        self, root: BaseException, error_for: Callable[[PendingCall], BaseException] | None = None
+    ) -> None:
+        """Tell everybody who waits; once more changes nothing."""
+        with self._lock:
             self._outputs.fail(root)
             if self._background is not None:
                 self._background.end_with(root)

@@ -21,7 +21,6 @@ from mpexec.worker.main import LinkFacts
 logger = logging.getLogger(__name__)
 
 _ENTRY = "mpexec.worker.main:rank_main"
-_SETTLE_S = 1.0  # after a start has failed: news that may name the root cause
 
 
 class RankGroup:
@@ -40,10 +39,7 @@ class RankGroup:
         self.ready: list[Ready] = []
         self.rungs: dict[int, str] = {}
         self._start = StartWatch(spec, abort)
-        self._on_message: Callable[[int, tuple[Any, ...]], None] | None = None
-        self._on_death: Callable[[Death], None] | None = None
         self._end_lock = threading.Lock()
-        self._news_lock = threading.Lock()
         self.owner_pid = os.getpid()
         self._monitor: Monitor | None = None
 
@@ -88,18 +84,10 @@ class RankGroup:
     def _message(self, rank: int, message: Any, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
-        with self._news_lock:  # `attach` takes what came before it, and nothing falls between
-            if self._on_message is None:
-                self._start.put("message", rank, message)
-                return
-        self._on_message(rank, message)
+        self._start.pass_on("message", rank, message)
 
     def _death(self, death: Death) -> None:
-        with self._news_lock:
-            if self._on_death is None:
-                self._start.put("death", death.rank, death)
-                return
-        self._on_death(death)
+        self._start.pass_on("death", death.rank, death)
 
     def await_ready(self) -> None:
         """Wait until every rank is ready. On a failure the caller ends the processes.
@@ -111,13 +99,7 @@ class RankGroup:
 
     def attach(self, on_message: Callable[[int, tuple[Any, ...]], None], on_death: Callable[[Death], None]) -> None:
         """From now on, news goes to the executor; what has come meanwhile goes there first."""
-        with self._news_lock:
-            self._on_message, self._on_death = on_message, on_death
-        for kind, rank, news in self._start.rest():
-            if kind == "death":
-                on_death(news)
-            elif kind == "message":
-                on_message(rank, news)
+        self._start.attach(on_message, on_death)
 
     # -- end -----------------------------------------------------------------------------------------------------
 

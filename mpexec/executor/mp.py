@@ -448,14 +448,7 @@ class MPExecutor(Executor):
 
     def describe(self) -> dict[str, Any]:
         """State, root cause, counters and a row for every rank: alive, method, call id, seconds in it, exit, rung."""
-        return {
-            "kind": "mp",
-            "state": self._state.name,
-            "root_cause": None if self._root is None else first_line(self._root),
-            "calls_in_flight": len(self._calls),
-            "late_replies": self._calls.late,
-            "ranks": [self._describe_rank(rank) for rank in self._all_ranks],
-        }
+        return {**self._describe_self("mp"), "ranks": [self._describe_rank(rank) for rank in self._all_ranks]}
 
     def _describe_rank(self, rank: int) -> dict[str, Any]:
         process = self._group.processes[rank]

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _MS = 1_000_000
 _LOST_PEER_HOLD_NS = 50 * _MS  # a lost-peer error may be the first news of a death that the kernel still works on
-_SUSPECT_HOLD_NS = 10_000 * _MS  # of a rank on another machine, whose death is noticed when its node stops answering
+_SUSPECT_HOLD_NS = 60_000 * _MS  # of a rank on another machine: a cluster takes its time to miss a node
 _FIRST_REPORT_NS = 60_000 * _MS
 
 
@@ -57,7 +57,7 @@ class PendingCall:
         reports: Waiting for it long without a timeout is worth a log line.
         timed_out: The deadline has passed; answers that come while stacks are collected change nothing any more.
         suspects: Missing ranks of which nobody knows whether they live. As long as there are any, errors that look like
-            a lost peer are not taken for the root cause, for ten seconds at most.
+            a lost peer are not taken for the root cause, for a minute at most.
         bare: The caller named one reply rank as an integer and gets its value without a list.
         closer: Called as the first thing when the call is over, in the thread that drains.
         forget: Called after everybody but its waiter has been told: takes the call out of the table. A Ctrl-C before
@@ -384,7 +384,7 @@ def timeout_error(
     )
 
 
-def undecodable_error(error: Exception, rank: int, method: str) -> SerializationError:
+def undecodable_error(error: BaseException, rank: int, method: str) -> SerializationError:
     """What a call gets whose answer from a rank cannot be rebuilt here."""
     failed = SerializationError(
         f"what rank {rank} sent for {method!r} cannot be rebuilt here: {type(error).__name__}: {error}",

@@ -33,7 +33,7 @@ from mpexec.executor.pending import (
     timeout_error,
     undecodable_error,
 )
-from mpexec.executor.ray_cluster import check_session, join_cluster, leave_cluster, watch_session
+from mpexec.executor.ray_cluster import check_session, join_cluster, leave_cluster, watch_session, within
 from mpexec.executor.ray_group import RayGroup, RayRank
 from mpexec.executor.ray_placement import place
 from mpexec.executor.stacks import collect_stacks
@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 _BROKEN_END_S = 1.0
 _STACKS_S = 0.25
+_NEWS_S = 1.0
+_RAY_S = 5.0  # for what Ray's head node has to do; it is local, or gone
 _RAY_OPTIONS = frozenset(RayOptions.__dataclass_fields__)
 
 
@@ -86,6 +88,10 @@ class RayExecutor(GatedExecutor):
         super().__init__(agent, **options)
         if self.spec.shared_views:
             raise ConfigError("shared_views=True: Ray's object store is read-only; use MPExecutor for shared memory")
+        if any("CUDA_VISIBLE_DEVICES" in env for env in (self.spec.env, *self.spec.env_per_rank)):
+            raise ConfigError(
+                "env has CUDA_VISIBLE_DEVICES: Ray shows each rank its own device; leave it out"
+            )
         self._enter(State.STARTING)
         self._send_lock = threading.Lock()
         self._last_sent = dict.fromkeys(self._all_ranks, 0)
@@ -103,20 +109,21 @@ class RayExecutor(GatedExecutor):
                 self._enter(State.READY)
             self._opened = stack.pop_all()
         self._finalizer = weakref.finalize(self, _release_forgotten, self._group, self._opened)
+        self._finalizer.atexit = False  # at the end of the interpreter `_release_all` comes first
         _executors.add(self)
 
     def _open(self, stack: contextlib.ExitStack, abort: StartAbort) -> RayGroup:
         """Join the cluster, find room, make the actors, wait until they are ready; `stack` undoes it all."""
         spec, options = self.spec, self.options
         self._session = join_cluster(options.address, spec.world_size * options.cpus_per_rank)
-        stack.callback(leave_cluster)
+        stack.callback(within, _RAY_S, leave_cluster, "leave the cluster")
         aborted = threading.Event()
         abort.attach(aborted.set)
         placement = place(spec, options, self._session, lambda: not aborted.is_set())
-        stack.callback(placement.remove)
+        stack.callback(within, _RAY_S, placement.remove, "remove the placement group")
         group = RayGroup(spec, options, self._session, abort)
         stack.callback(group.close)
-        stack.callback(group.end, Deadline.after(spec.init_timeout))
+        stack.callback(lambda: group.end(Deadline.after(min(2.0, spec.stop_timeout))))
         try:
             group.launch(placement)
             group.await_ready()
@@ -252,7 +259,7 @@ class RayExecutor(GatedExecutor):
             return
         try:
             value = _open(record)
-        except Exception as failed:  # unpickling runs user code, and a class may be missing here
+        except BaseException as failed:  # unpickling runs user code, which may raise anything, on Ray's thread
             with self._lock:
                 pending.fail(rank, undecodable_error(failed, rank, pending.method))
             return
@@ -276,15 +283,18 @@ class RayExecutor(GatedExecutor):
     def _on_no_reply(self, rank: int, error: BaseException) -> None:
         if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
             self._group.lose(rank, error)
-        else:
-            self._break(_lost_ray(error))
+            return
+        # It may be the answer that was lost, and the news of the death of its rank on the way.
+        timer = threading.Timer(_NEWS_S, lambda: self._break(_lost_ray(error)))
+        timer.daemon = True
+        timer.start()
 
     def _look_for_dead(self, pending: PendingCall) -> None:
         """A lost peer is a consequence, and the news of a death takes its time: hear whether the others live."""
         if pending.done or pending.suspects:
             return
-        pending.suspects = frozenset(pending.missing)
-        for rank in pending.missing:
+        pending.suspects = frozenset(rank for rank in pending.missing if not self._group.ranks[rank].surely_lives())
+        for rank in pending.suspects:
             answer = self._tell(rank, "ping")
             if answer is not None:
                 answer.add_done_callback(lambda future, rank=rank: self._on_pong(pending, rank, future))
@@ -299,7 +309,7 @@ class RayExecutor(GatedExecutor):
             return
         try:
             value = _open(record)
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self._background_failed(undecodable_error(error, 0, "forward"))
             return
         if isinstance(value, Failure):
@@ -347,7 +357,11 @@ class RayExecutor(GatedExecutor):
 
     def _time_out(self, pending: PendingCall) -> None:
         missing = pending.missing
-        stacks = self._stacks(missing)
+        try:
+            stacks = self._stacks(missing)
+        except Exception as failed:  # whatever it is, the call ends
+            logger.warning("no stacks could be taken", exc_info=failed)
+            stacks = dict.fromkeys(missing, f"<no stack: {failed}>")
         with self._lock:
             if not pending.done:  # it may have been stopped or abandoned meanwhile
                 error = timeout_error(pending, missing, stacks, self._states_text())
@@ -427,14 +441,7 @@ class RayExecutor(GatedExecutor):
 
         What a rank is at is known of calls that take longer than a fiftieth of a second.
         """
-        return {
-            "kind": "ray",
-            "state": self._state.name,
-            "root_cause": None if self._root is None else first_line(self._root),
-            "calls_in_flight": len(self._calls),
-            "late_replies": self._calls.late,
-            "ranks": [self._describe_rank(rank) for rank in self._group.ranks],
-        }
+        return {**self._describe_self("ray"), "ranks": [self._describe_rank(rank) for rank in self._group.ranks]}
 
     def _describe_rank(self, rank: RayRank) -> dict[str, Any]:
         busy = None if rank.death is not None else rank.busy
@@ -522,10 +529,8 @@ def _release_forgotten(group: RayGroup, opened: contextlib.ExitStack) -> None:
         group.end(Deadline.after(min(group.spec.stop_timeout, 2.0)))
         opened.close()
 
-    if threading.current_thread() is threading.main_thread():
-        release()
-    else:  # perhaps a thread of Ray's, whose news this waits for
-        threading.Thread(target=release, name="mpexec-release", daemon=True).start()
+    # Whoever runs the collector may hold a lock, or be the thread of Ray's whose news this waits for.
+    threading.Thread(target=release, name="mpexec-release", daemon=True).start()
 
 
 _executors: weakref.WeakSet[RayExecutor] = weakref.WeakSet()

@@ -71,6 +71,24 @@ def is_session(session: str) -> bool:
     return ray.is_initialized() and _session() == session
 
 
+def within(seconds: float, work: Callable[[], None], what: str) -> bool:
+    """Do work that goes through Ray's head node, which may be gone: on a thread of its own, so that it cannot hold us.
+
+    Returns:
+        False if it is not done by then; it goes on, and is told of in the log.
+    """
+    thread = threading.Thread(target=work, name="mpexec-ray-work", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12.0 starts no thread when the interpreter ends
+        work()
+        return True
+    thread.join(seconds)
+    if thread.is_alive():
+        logger.warning("Ray does not answer: could not %s within %.1f s", what, seconds)
+    return not thread.is_alive()
+
+
 def watch_session(session: str, on_lost: Callable[[], None]) -> Callable[[], None]:
     """Call `on_lost()` within about a second when this process has left the cluster, of which Ray tells nobody.
 
@@ -120,7 +138,7 @@ def _check_same(address: str | None) -> None:
     if address in (None, "auto", "local"):
         return
     connected = ray.get_runtime_context().gcs_address
-    if connected != address:
+    if canonicalize_bootstrap_address(address) != connected:
         raise ConfigError(
             f"address={address!r}: this process is connected to the Ray cluster at {connected}; leave the address out, "
             "or call ray.shutdown() first"

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mpexec.config import RayOptions, WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import StartupError
-from mpexec.executor.ray_cluster import check_session, is_session
+from mpexec.executor.ray_cluster import check_session, is_session, within
 from mpexec.executor.ray_placement import Placement
 from mpexec.executor.starting import StartAbort, StartWatch
 from mpexec.messages import Ready
@@ -38,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _ROOM = 1 << 20  # calls in flight on one actor; there is no limit of ours
 _LAST_LINES = 200
+_LAST_BYTES = 65536
 _FORWARDED = ("MPEXEC_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_")
 _KILL_S = 0.25  # for an actor to end by itself when Ray kills it; Ray would give it five seconds
 _GO_S = 1.5  # for one that has left: taking an interpreter with torch down takes its time
@@ -109,6 +109,10 @@ class RayRank:
             return "gone" if self.gone.is_set() or self.place is None else "running"
         return process_state(self.place.pid, self.pidfd.fd)
 
+    def surely_lives(self) -> bool:
+        """True if it can be seen from here that its process goes on."""
+        return self.pidfd is not None and self.state() not in ("gone", "zombie")
+
     def signal_stacks(self) -> None:
         """Have it write its stacks."""
         if self.pidfd is not None and not self.pidfd.closed:
@@ -141,8 +145,9 @@ class RayRank:
             return ()
         lines: list[str] = []
         for path in (self.place.log.removesuffix(".err") + ".out", self.place.log):
-            with contextlib.suppress(OSError), open(path, errors="replace") as file:
-                tail = deque((line.rstrip("\n") for line in file), _LAST_LINES)
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+                tail = file.read().decode(errors="replace").splitlines()
                 lines += [line for line in tail if line and not line.startswith((":actor_name:", ":job_id:", ":task_"))]
         return tuple(lines[-_LAST_LINES:])
 
@@ -172,11 +177,10 @@ class RayGroup:
         self.rungs: dict[int, str] = {}
         self.owner_pid = os.getpid()
         self._start = StartWatch(spec, abort)
-        self._on_news: Callable[[int, tuple[Any, ...]], None] | None = None
-        self._on_death: Callable[[Death], None] | None = None
-        self._news_lock = threading.Lock()
+        self._death_lock = threading.Lock()
         self._end_lock = threading.Lock()
         self._is_ending = False
+        self._gave_up = False
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -187,8 +191,10 @@ class RayGroup:
             SerializationError: The spec cannot be pickled.
             StartupError: A rank did not come up, or is of another version.
         """
-        frame = encode(self.spec, "the agent's class or arguments", main_by_value=True)
-        pickled = frame.payload, [pickle.PickleBuffer(buffer) for buffer in frame.buffers]
+        # One answer for all ranks to "which device": they are to use one backend.
+        spec = self.spec.with_changes(device="cuda" if "GPU" in placement.need else "cpu")
+        frame = encode(spec, "the agent's class or arguments", main_by_value=True)
+        pickled = ray.put((frame.payload, [pickle.PickleBuffer(buffer) for buffer in frame.buffers]))
         self.ranks = [RayRank(rank, self._make_actor(rank, placement)) for rank in self.spec.topology.ranks]
         deadline = Deadline.after(self.spec.init_timeout)
         places = self._ask_all(lambda rank: rank.actor.where.remote(), "spawn", deadline)
@@ -206,7 +212,13 @@ class RayGroup:
             self._listen(rank)
         local = len(placement.nodes) == 1
         for rank, bundle in zip(self.ranks, placement.bundles, strict=True):
-            _then(rank.actor.build.remote(pickled, bundle.local_rank, store, local), lambda future: None)
+            _then(rank.actor.build.remote(pickled, bundle.local_rank, store, local), partial(self._begun, rank))
+
+    def _begun(self, rank: RayRank, future: Any) -> None:
+        """A rank builds, of which there will be news; unless what it was to build could not be brought there."""
+        error = future.exception()
+        if error is not None:
+            self.lose(rank.rank, error)
 
     def _make_actor(self, rank: int, placement: Placement) -> Any:
         bundle, need = placement.bundles[rank], dict(placement.need)
@@ -283,14 +295,7 @@ class RayGroup:
 
     def attach(self, on_news: Callable[[int, tuple[Any, ...]], None], on_death: Callable[[Death], None]) -> None:
         """From now on, news goes to the executor; what has come meanwhile goes there first."""
-        with self._news_lock:
-            self._on_news, self._on_death = on_news, on_death
-            rest = self._start.rest()
-        for kind, rank, news in rest:
-            if kind == "death":
-                on_death(news)
-            elif kind == "message":
-                on_news(rank, news)
+        self._start.attach(on_news, on_death)
 
     # -- news ------------------------------------------------------------------------------------------------------
 
@@ -306,27 +311,21 @@ class RayGroup:
         if error is not None:
             self.lose(rank.rank, error)
             return
-        for news in future.result():
-            if news[0] == "exit":
-                self.exited(rank.rank, news[1])
-            elif news[0] == "busy":
-                rank.busy = news[1], time.monotonic_ns() - int(news[2] * 1e9)
-            elif news[0] == "idle":
-                rank.busy = None
-            else:
-                self._pass_on("message", rank.rank, news)
-        self._listen(rank)
+        try:
+            for news in future.result():
+                self._take(rank, news)
+        finally:
+            self._listen(rank)
 
-    def _pass_on(self, kind: str, rank: int, news: Any) -> None:
-        with self._news_lock:
-            if self._on_news is None or self._on_death is None:
-                self._start.put(kind, rank, news)
-                return
-            on_news, on_death = self._on_news, self._on_death
-        if kind == "death":
-            on_death(news)
+    def _take(self, rank: RayRank, news: tuple[Any, ...]) -> None:
+        if news[0] == "exit":
+            self.exited(rank.rank, news[1])
+        elif news[0] == "busy":
+            rank.busy = news[1], time.monotonic_ns() - int(news[2] * 1e9)
+        elif news[0] == "idle":
+            rank.busy = None
         else:
-            on_news(rank, news)
+            self._start.pass_on("message", rank.rank, news)
 
     def exited(self, rank: int, code: int) -> None:
         """A rank has said that it ends by itself; its process is about to."""
@@ -343,7 +342,8 @@ class RayGroup:
         lost.left.set()
 
     def _die(self, rank: RayRank, reason: str) -> None:
-        with self._news_lock:
+        lines = rank.last_lines() if rank.death is None else ()
+        with self._death_lock:
             if rank.death is not None:
                 return
             rank.death = Death(
@@ -353,12 +353,12 @@ class RayGroup:
                 signal_name=None,
                 sent_by_us=self._is_ending,
                 at_ns=time.monotonic_ns(),
-                last_lines=rank.last_lines(),
+                last_lines=lines,
                 out_of_memory=False,
                 node=rank.place.address if rank.place is not None else "",
                 reason=reason,
             )
-        self._pass_on("death", rank.rank, rank.death)
+        self._start.pass_on("death", rank.rank, rank.death)
 
     # -- end -------------------------------------------------------------------------------------------------------
 
@@ -370,15 +370,11 @@ class RayGroup:
             ask: False kills at once: for ranks that are not ready.
         """
         with self._end_lock:
-            if len(self.rungs) == len(self.ranks) or os.getpid() != self.owner_pid:
+            if self._gave_up or len(self.rungs) == len(self.ranks) or os.getpid() != self.owner_pid:
                 return
             self._is_ending = True
-            # Ray's own calls may wait for a head node that is gone: in a thread of their own, they cannot hold us.
-            ending = threading.Thread(target=self._end_all, args=(deadline, ask), name="mpexec-ray-end", daemon=True)
-            ending.start()
-            ending.join((deadline.remaining() or 0.0) + 2 * _KILL_FLOOR_S)
-            if ending.is_alive():
-                logger.warning("Ray does not answer: the actors may still run")
+            seconds = (deadline.remaining() or 0.0) + 2 * _KILL_FLOOR_S
+            self._gave_up = not within(seconds, lambda: self._end_all(deadline, ask), "end the actors")
 
     def _end_all(self, deadline: Deadline, ask: bool) -> None:
         connected = is_session(self.session)

@@ -111,14 +111,19 @@ def resources_of_rank(spec: WorkerSpec, options: RayOptions) -> dict[str, float]
         ConfigError: Nothing, which Ray cannot place.
     """
     need = {"CPU": float(options.cpus_per_rank), **options.resources_per_rank}
-    if spec.device == "cuda" or (
-        spec.device == "auto" and spec.init_process_group and ray.cluster_resources().get("GPU", 0) >= spec.world_size
-    ):
+    if spec.device == "cuda" or (spec.device == "auto" and spec.init_process_group and _has_gpus(spec, options)):
         need["GPU"] = 1.0
     need = {name: amount for name, amount in need.items() if amount}
     if not need:
         raise ConfigError("cpus_per_rank=0: Ray places nothing that needs nothing; give resources_per_rank too")
     return need
+
+
+def _has_gpus(spec: WorkerSpec, options: RayOptions) -> bool:
+    """True if each rank can have one: in the user's bundles, else in the cluster."""
+    if isinstance(options.placement_group, PlacementGroup):
+        return all(bundle.get("GPU", 0) >= 1 for bundle in options.placement_group.bundle_specs)
+    return bool(ray.cluster_resources().get("GPU", 0) >= spec.world_size)
 
 
 def _check_group(group: Any, indices: tuple[int, ...] | None, need: Resources, world_size: int) -> tuple[int, ...]:
@@ -211,6 +216,8 @@ def _seats(group: PlacementGroup, indices: Sequence[int], *, in_order: bool) -> 
     nodes = {node["NodeID"]: node for node in ray.nodes()}
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     here = ray.get_runtime_context().get_node_id()
+    if lost := {node_of[index] for index in indices} - nodes.keys():
+        raise StartupError(f"nodes {sorted(lost)} were lost while the ranks were given their seats", phase="placement")
 
     def order(index: int) -> tuple[bool, str, str, int]:
         node_id = node_of[index]

@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator
 
+_RAYS = ("RAY_", "PYTHONBREAKPOINT")
+
 
 @contextlib.contextmanager
 def kept_settings() -> Iterator[None]:
@@ -22,6 +24,6 @@ def kept_settings() -> Iterator[None]:
                 if handler is not None and signal.getsignal(number) is not handler:
                     signal.signal(number, handler)
         # Only what is Ray's: other threads of the program may set variables of their own meanwhile.
-        for name in [name for name in os.environ if name.startswith("RAY_") and name not in variables]:
+        for name in [name for name in os.environ if name.startswith(_RAYS) and name not in variables]:
             del os.environ[name]
-        os.environ.update({name: value for name, value in variables.items() if name.startswith("RAY_")})
+        os.environ.update({name: value for name, value in variables.items() if name.startswith(_RAYS)})

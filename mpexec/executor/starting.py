@@ -56,8 +56,34 @@ class StartWatch:
     def __init__(self, spec: WorkerSpec, abort: StartAbort | None) -> None:
         self.spec = spec
         self._queue: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._on_message: Callable[[int, tuple[Any, ...]], None] | None = None
+        self._on_death: Callable[[Death], None] | None = None
         if abort is not None:
             abort.attach(lambda: self._queue.put(("abort", -1, None)))
+
+    def pass_on(self, kind: str, rank: int, news: Any) -> None:
+        """Give news of a rank, a "message" or its "death", to the start, or after `attach` to the executor."""
+        with self._lock:  # `attach` takes what came before it, and nothing falls between
+            if self._on_message is None or self._on_death is None:
+                self.put(kind, rank, news)
+                return
+            on_message, on_death = self._on_message, self._on_death
+        if kind == "death":
+            on_death(news)
+        else:
+            on_message(rank, news)
+
+    def attach(self, on_message: Callable[[int, tuple[Any, ...]], None], on_death: Callable[[Death], None]) -> None:
+        """The start is over: news goes to the executor from now on, what has come meanwhile first."""
+        with self._lock:
+            self._on_message, self._on_death = on_message, on_death
+            rest = self._rest()
+        for kind, rank, news in rest:
+            if kind == "death":
+                on_death(news)
+            elif kind == "message":
+                on_message(rank, news)
 
     def put(self, kind: str, rank: int, news: Any) -> None:
         """Add news of a rank: a "message" (a tuple), its "death", or an "answer" to a question of the starter."""
@@ -75,8 +101,7 @@ class StartWatch:
             raise StartupError("the start was cancelled by its caller", phase="start")
         return kind, rank, news
 
-    def rest(self) -> list[tuple[str, int, Any]]:
-        """The news that `await_ready` has not looked at."""
+    def _rest(self) -> list[tuple[str, int, Any]]:
         left = []
         with contextlib.suppress(queue.Empty):
             while True:

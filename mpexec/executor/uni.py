@@ -233,11 +233,7 @@ class UniExecutor(GatedExecutor):
             "exit": None,
         }
         return {
-            "kind": "uni",
-            "state": self._state.name,
-            "root_cause": None if self._root is None else first_line(self._root),
-            "calls_in_flight": len(self._calls),
-            "late_replies": self._calls.late,
+            **self._describe_self("uni"),
             "abandoned_thread": self._thread.name if stuck else None,
             "ranks": [row],
         }

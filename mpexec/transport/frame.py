@@ -112,7 +112,7 @@ def _pickled_plainly(pickler: pickle.Pickler, value: Any, stream: io.BytesIO, ma
         pickler.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
-    return not (main_by_value and b"__main__" in stream.getbuffer().tobytes())
+    return not (main_by_value and b"__main__" in stream.getvalue())
 
 
 def dumps(value: Any) -> bytes:

@@ -67,9 +67,7 @@ def rank_main(boot: Boot) -> None:
         worker, facts = build_worker(
             spec,
             Seat(boot.rank, boot.rank, boot.rank, spec.world_size),
-            join=lambda device: join_process_group(
-                spec, boot.rank, device, file_store(boot.fds["store"], spec), interface="lo"
-            ),
+            join=lambda device: join_process_group(spec, boot.rank, device, file_store(boot.fds["store"], spec)),
             put_output=server.put_output,
             report=report,
         )

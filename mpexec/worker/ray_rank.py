@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -62,7 +63,7 @@ class RankPlace:
         machine: Equal for two processes that see the same process ids.
         log: The file that its stderr goes to, "" if it is none.
         stacks: Descriptor of the memory file that its stacks are written to on `STACK_SIGNAL`.
-        version: Of Python, and of the protocol between driver and rank.
+        version: Of Python and of mpexec.
     """
 
     node_id: str
@@ -81,8 +82,8 @@ def this_machine() -> str:
 
 
 def this_version() -> str:
-    """What driver and ranks must have in common: they exchange code objects and marshalled values."""
-    return f"Python {platform.python_version().rpartition('.')[0]}"
+    """What driver and ranks must have in common: they exchange code objects, marshalled values and our messages."""
+    return f"Python {platform.python_version().rpartition('.')[0]} and mpexec {import_module('mpexec').__version__}"
 
 
 class RankActor:
@@ -178,7 +179,7 @@ class RankActor:
             spec: WorkerSpec = _decode(pickled)
             worker, self._facts = build_worker(
                 spec,
-                _seat(spec, self._rank, local_rank),
+                Seat(self._rank, local_rank, _device_index(), 1),
                 join=lambda device: self._join(spec, device, store, local),
                 put_output=self.put_output,
                 report=report,
@@ -200,8 +201,8 @@ class RankActor:
         assert store is not None
         listening = None if self._socket is None else self._socket.detach()
         self._socket = None
-        interface = "lo" if local else interface_of(ray.util.get_node_ip_address())
-        join_process_group(spec, self._rank, device, tcp_store(store, spec, listening), interface=interface)
+        found = None if local else (lambda: interface_of(ray.util.get_node_ip_address()))
+        join_process_group(spec, self._rank, device, tcp_store(store, spec, listening), interface=found)
 
     # -- news ------------------------------------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class RankActor:
         if self._told == call_id:
             self._told = None
             self._add(("idle", call_id))
-        if len(self._answers) > 1:
+        if len(self._answers) > (call_id in self._answers):
             self._look_later()
 
     async def cancel(self, call_id: int) -> None:
@@ -417,10 +418,11 @@ def exit_code(leaving: BaseException) -> int:
     return 1
 
 
-def _seat(spec: WorkerSpec, rank: int, local_rank: int) -> Seat:
-    """Ray shows an actor only the devices that are its own."""
+def _device_index() -> int:
+    """Ray shows an actor only the devices that are its own, unless the node is told not to."""
     own = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    return Seat(rank, local_rank, 0, 1 if own or spec.device == "cuda" else sys.maxsize)
+    sees_all = os.environ.get("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "0") not in ("", "0")
+    return int(own[0]) if own and sees_all else 0
 
 
 def _decode(body: Body) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -80,18 +81,22 @@ def tcp_store(address: tuple[str, int], spec: WorkerSpec, listening: int | None 
     )
 
 
-def join_process_group(spec: WorkerSpec, rank: int, device: str, store: Any, *, interface: str) -> None:
+def join_process_group(
+    spec: WorkerSpec, rank: int, device: str, store: Any, *, interface: Callable[[], str] | None = None
+) -> None:
     """Set up `torch.distributed` among the ranks; returns when all have joined.
 
     Args:
-        interface: The network interface that reaches the other ranks, used where the user has chosen none.
+        interface: Names the network interface that reaches the other ranks; asked where the user has chosen none. None
+            where all ranks are on this machine.
     """
     import torch.distributed as dist
 
     if device == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    elif interface != "lo":  # on one machine NCCL knows better ways
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo" if interface is None else interface()
+    elif interface is not None and "NCCL_SOCKET_IFNAME" not in os.environ:  # on one machine NCCL knows better ways
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface()}"  # exactly this one, not all that begin so
     with patient_devices() if device == "cpu" else contextlib.nullcontext():
         dist.init_process_group(
             backend="gloo" if device == "cpu" else "nccl",

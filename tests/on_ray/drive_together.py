@@ -327,7 +327,7 @@ def classes_of_the_main_program_go_to_the_ranks_and_come_back() -> Any:
         executor.collective_rpc("fail")
     except MainError as error:
         caught = error
-    assert caught.args == ("mine", 0)
+    assert caught.args in (("mine", 0), ("mine", 1))  # whichever came first
     assert [type(other) for other in getattr(caught, "others").exceptions] == [MainError]  # noqa: B009
     calls: list[Callable[..., Any]] = [lambda worker: MainValue(worker.rank)]
     assert executor.collective_rpc(calls[0]) == [MainValue(0), MainValue(1)]

@@ -376,7 +376,7 @@ def lose_peer(pending: PendingCall, rank: int) -> None:
 def test_a_lost_peer_is_not_believed_while_a_missing_rank_may_be_dead(clock: Clock) -> None:
     pending = call(suspects=frozenset({1, 2}))
     lose_peer(pending, 0)
-    clock.now += 9 * SECOND
+    clock.now += 59 * SECOND
     assert not pending.settle(clock.now)
     pending.end_with(WorkerDiedError("rank 1 died", rank=1))
     assert isinstance(pending.error, WorkerDiedError)
@@ -394,11 +394,11 @@ def test_a_lost_peer_is_believed_when_the_others_have_shown_that_they_live(clock
     assert type(pending.error) is ConnectionResetError
 
 
-def test_a_rank_that_shows_no_sign_of_life_holds_a_call_for_ten_seconds(clock: Clock) -> None:
+def test_a_rank_that_shows_no_sign_of_life_holds_a_call_for_a_minute(clock: Clock) -> None:
     pending = call(suspects=frozenset({1}))
     lose_peer(pending, 0)
-    assert pending.next_expiry() == clock.now + 10 * SECOND
-    clock.now += 10 * SECOND
+    assert pending.next_expiry() == clock.now + 60 * SECOND
+    clock.now += 60 * SECOND
     assert pending.settle(clock.now)
     assert pending.stuck
 
