@@ -93,6 +93,8 @@ class RankOutput(RankLog):
         self._outlets = outlets
         for pipe in self._pipes.values():
             pipe.lines = _Pieces()
+            # any program writes to it, and most lose what a non-blocking pipe does not take
+            os.set_blocking(pipe.write_end.fd, True)
 
     def _keep(self, name: str, lines: list[str]) -> None:
         if lines:

@@ -44,11 +44,8 @@ def describe_failure(ending: Ending, root: Death, ranks: Sequence[Rank], restart
         note = "  <- root cause" if death is root else ""
         lines.append(f"  rank {rank.process.rank} (pid {rank.process.pid}) {how}{note}")
     rank = next(rank for rank in ranks if rank.process.rank == root.rank)
-    code = _exit_code(root)
-    lines.append(
-        f"mpexec: rank {root.rank} (local rank {rank.local_rank}, pid {root.pid}) {root.describe()}"
-        f"{restart or f'; exit code {code}'}"
-    )
+    follows = restart or ("" if root.exit_code is not None else f"; exit code {_exit_code(root)}")
+    lines.append(f"mpexec: rank {root.rank} (local rank {rank.local_rank}, pid {root.pid}) {root.describe()}{follows}")
     recorded = rank.recorded_error()
     if recorded:
         lines += ["its error:", *(f"  {line}" for line in recorded.splitlines())]
@@ -59,5 +56,5 @@ def describe_failure(ending: Ending, root: Death, ranks: Sequence[Rank], restart
 
 def _telling(lines: Sequence[str]) -> Sequence[str]:
     """The last lines, and a whole traceback if they end with one."""
-    starts = [at for at, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    starts = [at for at, line in enumerate(lines) if _TRACEBACK in line]
     return lines[min(starts[-1] if starts else len(lines), max(0, len(lines) - _LINES)) :]
