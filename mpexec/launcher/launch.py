@@ -48,7 +48,8 @@ def _log_folder(job: Job) -> Path | None:
             Path(job.log_dir).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f"{job.run_id}_", dir=job.log_dir))
     except OSError as error:
-        raise ConfigError(f"--log-dir {job.log_dir}: {error.strerror}") from error
+        where = job.log_dir or tempfile.gettempdir()
+        raise ConfigError(f"no folder for the logs of run {job.run_id!r} in {where}: {error.strerror}") from error
     if job.log_dir is None:
         tell(f"mpexec: output of the ranks is in {folder}")
     return folder

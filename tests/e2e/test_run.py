@@ -193,6 +193,7 @@ BAD_INPUT = [
     (["--signals-to-handle", "SIGNONE", "x"], "SIGNONE"),
     (["--signals-to-handle", "SIGKILL", "x"], "SIGKILL"),
     (["--env", "NAME", "x"], "NAME=VALUE"),
+    (["--log-dir", "/proc/none", "x"], "no folder for the logs"),
     (["--numa-binding", "node", "x"], "numactl"),
     (["--rdzv-conf", "a=b", "x"], "--rdzv-conf is not supported"),
     (["--run-path", "x"], "--run-path is not supported"),
