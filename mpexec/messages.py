@@ -197,7 +197,12 @@ def looks_like_lost_peer(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    text = text_of(error).lower()
+    return tells_of_lost_peer(text_of(error))
+
+
+def tells_of_lost_peer(text: str) -> bool:
+    """True for the words of a collective whose peer is gone."""
+    text = text.lower()
     return any(part in text for part in _LOST_PEER_TEXTS)
 
 

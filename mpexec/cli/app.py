@@ -16,6 +16,7 @@ from mpexec.errors import ConfigError
 _COMMANDS = {
     "generate": "Continue prompts with a language model that is split over several processes.",
     "models": "List the language models that come with the package.",
+    "run": "Run N copies of a script, as torchrun does; the first one that fails ends all.",
     "serve": "Serve a language model over HTTP, with OpenAI's API.",
 }
 _EXIT_READER_GONE = 141  # 128 + SIGPIPE, as a program that does not ignore the signal
@@ -48,6 +49,7 @@ class LazyGroup(click.Group):
 Examples:
   mpexec generate 'In the beginning'
   mpexec generate --json --prompts prompts.txt > answers.jsonl
+  mpexec run --nproc-per-node 2 train.py --epochs 3
   mpexec generate --help""",
 )
 @click.version_option(__version__, prog_name="mpexec", message="%(prog)s %(version)s")

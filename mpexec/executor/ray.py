@@ -89,9 +89,7 @@ class RayExecutor(GatedExecutor):
         if self.spec.shared_views:
             raise ConfigError("shared_views=True: Ray's object store is read-only; use MPExecutor for shared memory")
         if any("CUDA_VISIBLE_DEVICES" in env for env in (self.spec.env, *self.spec.env_per_rank)):
-            raise ConfigError(
-                "env has CUDA_VISIBLE_DEVICES: Ray shows each rank its own device; leave it out"
-            )
+            raise ConfigError("env has CUDA_VISIBLE_DEVICES: Ray shows each rank its own device; leave it out")
         self._enter(State.STARTING)
         self._send_lock = threading.Lock()
         self._last_sent = dict.fromkeys(self._all_ranks, 0)

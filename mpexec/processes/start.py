@@ -205,10 +205,12 @@ def send_search_path(lane: ControlLane, module: str) -> None:
 
 
 def popen_group(command: list[str], fds: Sequence[int], environ: Mapping[str, str], **streams: Any) -> int:
-    """Start `command` as leader of a new process group; the caller reaps it. Returns its pid once it runs."""
-    popen = subprocess.Popen(
-        command, pass_fds=tuple(fds), process_group=0, stdin=subprocess.DEVNULL, env=dict(environ), **streams
-    )
+    """Start `command` as leader of a new process group; the caller reaps it. Returns its pid once it runs.
+
+    Its stdin is empty, unless `streams` has another one.
+    """
+    streams = {"stdin": subprocess.DEVNULL, **streams}
+    popen = subprocess.Popen(command, pass_fds=tuple(fds), process_group=0, env=dict(environ), **streams)
     # Its end is ours to see and its status ours to take: this object must neither warn nor wait when it is collected.
     popen.returncode = 0
     return popen.pid

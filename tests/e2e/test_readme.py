@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,10 @@ def test_the_commands_of_the_readme_run() -> None:
             ended = run(sys.executable, "-m", "mpexec", "generate", "--max-new-tokens", "8", "In the beginning")
             assert ended.returncode == 0, ended.stderr
             assert len(ended.stdout.split()) >= 3
+        elif command.startswith("mpexec run"):
+            ended = run(sys.executable, "-m", *shlex.split(command))
+            assert ended.returncode == 0, ended.stderr
+            assert sorted(ended.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
         elif command.startswith("mpexec"):
             ended = run(sys.executable, "-m", *command.split())
             assert ended.returncode == 0, ended.stderr

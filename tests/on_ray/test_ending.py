@@ -17,7 +17,7 @@ from faults.watching import LOAD
 
 from on_ray.checking import Program
 
-pytestmark = [pytest.mark.spawn, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.timeout(120)]
 
 GONE_S = 10.0  # Ray's own daemons included
 RANKS_GONE_S = 3.0

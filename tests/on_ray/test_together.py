@@ -9,7 +9,7 @@ pytest.importorskip("ray", reason="needs the extra: pip install 'mpexec[ray]'")
 from on_ray.checking import Outcomes, outcomes_of
 from on_ray.drive_together import CHECKS
 
-pytestmark = [pytest.mark.spawn, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.spawn, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")
