@@ -330,7 +330,12 @@ class Executor:
             waits.append(pending)
         pending.closer = self._closer
         pending.forget = self._calls.close
-        self._post(pending, method, args, kwargs, None if reply_ranks is None else wanted, args_per_rank)
+        try:
+            self._post(pending, method, args, kwargs, None if reply_ranks is None else wanted, args_per_rank)
+        except BaseException:
+            if waits is None:  # a Ctrl-C; whoever is going to wait gives it up himself
+                self._abandon(pending)
+            raise
         return pending
 
     def _check_reply_ranks(self, reply_ranks: Ranks, chosen: tuple[int, ...]) -> tuple[int, ...]:
