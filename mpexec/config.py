@@ -197,6 +197,12 @@ class RayOptions:
             )
 
 
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options that are for every executor, and those that only `RayOptions` has."""
+    placing = {name: value for name, value in options.items() if name in RayOptions.__dataclass_fields__}
+    return {name: value for name, value in options.items() if name not in placing}, placing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Limits of the engine.

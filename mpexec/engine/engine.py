@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
-from mpexec.config import EngineConfig, RayOptions, WorkerSpec
+from mpexec.config import EngineConfig, WorkerSpec
 from mpexec.engine.engine_loop import EngineLoop
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType, SamplingParams
 from mpexec.engine.scheduler import Scheduler, check_prompt
@@ -28,7 +28,6 @@ _FAILURE_GRACE_S = 0.3  # ranks are at one step together: a peer that has not an
 _LOOP_PATIENCE_S = 1.0  # for a busy event loop to notice a stop from another thread
 
 Backend = Literal["auto", "uni", "mp", "ray"]
-_PLACING = frozenset(RayOptions.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +177,6 @@ class ModelPlan:
         )
 
 
-def _take_placing(fields: dict[str, Any]) -> dict[str, Any]:
-    """Take those out of `fields` that are `RayOptions`."""
-    return {name: fields.pop(name) for name in _PLACING & fields.keys()}
-
-
 def _has_tokenizers() -> bool:
     from importlib.util import find_spec
 
@@ -251,8 +245,7 @@ class Engine(TaskOwner):
 
         config = config or EngineConfig()
         plan = ModelPlan.read(path, tp, config)
-        placing = _take_placing(fields)
-        return cls(build_executor(plan.worker_spec(config, dtype=dtype, **fields), backend, **placing), plan, config)
+        return cls(build_executor(plan.worker_spec(config, dtype=dtype), backend, **fields), plan, config)
 
     @classmethod
     async def from_pretrained_async(
@@ -271,8 +264,7 @@ class Engine(TaskOwner):
 
         limits = config or EngineConfig()
         plan = await in_thread(lambda: ModelPlan.read(path, tp, limits), name="mpexec-read-model")
-        placing = _take_placing(fields)
-        executor = await build_executor_async(plan.worker_spec(limits, dtype=dtype, **fields), backend, **placing)
+        executor = await build_executor_async(plan.worker_spec(limits, dtype=dtype), backend, **fields)
         return cls(executor, plan, limits)
 
     @property

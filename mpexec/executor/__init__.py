@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpexec.config import RayOptions, WorkerSpec
+from mpexec.config import WorkerSpec, split_options
 from mpexec.errors import ConfigError
 from mpexec.executor.base import Executor, make_spec
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "uni", "mp", "ray")
-_RAY_OPTIONS = frozenset(RayOptions.__dataclass_fields__)
 
 
 def build_executor(agent: Callable[..., Any] | WorkerSpec, backend: str = "auto", **options: Any) -> Executor:
@@ -74,8 +73,7 @@ def _choose(
 ) -> tuple[WorkerSpec, str, dict[str, Any]]:
     if backend not in BACKENDS:
         raise ConfigError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
-    own = {name: value for name, value in options.items() if name not in _RAY_OPTIONS}
-    ray_options = {name: value for name, value in options.items() if name in _RAY_OPTIONS}
+    own, ray_options = split_options(options)
     spec = make_spec(agent, {"world_size": 1, **own} if not isinstance(agent, WorkerSpec) else own)
     chosen, why = choose_backend(spec, backend, address=ray_options.get("address"))
     if ray_options and chosen != "ray":

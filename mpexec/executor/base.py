@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import enum
 import itertools
 import logging
@@ -18,7 +19,14 @@ from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
 from mpexec.executor.future import Callbacks, CallFuture
 from mpexec.executor.outputs import Outputs, OutputWait
-from mpexec.executor.pending import CallTable, PendingCall, broken_error, first_line, stopped_by_error
+from mpexec.executor.pending import (
+    CallTable,
+    PendingCall,
+    broken_error,
+    first_line,
+    stopped_by_error,
+    stopped_error,
+)
 from mpexec.executor.threads import in_thread
 from mpexec.messages import method_name
 
@@ -359,7 +367,11 @@ class Executor:
         raise NotImplementedError
 
     def _closed_call(self, pending: PendingCall) -> None:
-        """A call is over; nobody has been told yet."""
+        """A call is over, and nobody has been told yet: one that left ranks in it breaks the executor."""
+        if pending.stuck and pending.error is not None:
+            with contextlib.suppress(Exception):  # a user's class may refuse notes
+                pending.error.add_note(f"the other ranks did not answer; {self._states_text()}")
+            self._break(pending.error)
 
     def _wait(self, pending: PendingCall) -> None:
         """Block this thread until the call is over."""
@@ -474,6 +486,18 @@ class Executor:
 
     def _background_failed(self, error: BaseException) -> None:
         """A background task, or a call that nobody waits for, has failed: everything stops."""
+        raise NotImplementedError
+
+    def _end_calls_stopped(self) -> None:
+        """End every call, and the background without an error."""
+        background = self._background
+        self._outputs.fail(ExecutorStoppedError("the executor was stopped"))
+        self._calls.end_all(stopped_error, but=background)
+        if background is not None:
+            background.conclude()
+
+    def _states_text(self) -> str:
+        """What the ranks are at, for people."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:

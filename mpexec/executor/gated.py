@@ -92,10 +92,6 @@ class GatedExecutor(Executor):
         """Break the executor with an `RPCTimeoutError`, now or within a moment; answers change nothing any more."""
         raise NotImplementedError
 
-    def _states_text(self) -> str:
-        """What the ranks are at, for people."""
-        raise NotImplementedError
-
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _break(self, root: BaseException, error_for: Callable[[PendingCall], BaseException] | None = None) -> None:
@@ -139,11 +135,7 @@ class GatedExecutor(Executor):
 
     def _end_calls_stopped(self) -> None:
         with self._lock:
-            background = self._background
-            self._outputs.fail(ExecutorStoppedError("the executor was stopped"))
-            self._calls.end_all(stopped_error, but=background)
-            if background is not None:
-                background.conclude()
+            super()._end_calls_stopped()
 
     def _finish_abandoned(self, pending: PendingCall) -> bool:
         """End a call whose caller has gone; False if it is over already."""

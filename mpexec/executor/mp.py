@@ -16,7 +16,6 @@ from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import (
     ExecutorStoppedError,
-    StartupError,
     TransportError,
     attach_others,
 )
@@ -29,13 +28,11 @@ from mpexec.executor.outputs import OutputWait
 from mpexec.executor.pending import (
     PendingCall,
     broken_error,
-    first_line,
-    stopped_error,
     timeout_error,
     undecodable_error,
 )
 from mpexec.executor.stacks import ProcessStacks, collect_stacks
-from mpexec.executor.starting import StartAbort, died_error
+from mpexec.executor.starting import StartAbort, died_error, lost_at_start
 from mpexec.executor.threads import in_thread
 from mpexec.messages import Failure
 from mpexec.processes import Death, refuse_while_importing_main
@@ -111,20 +108,12 @@ class MPExecutor(Executor):
             stack.callback(self._callbacks.close)
             with self._state_lock:
                 if self._state is State.BROKEN:  # a rank died in the moment after it had become ready
-                    raise self._start_broken()
+                    raise lost_at_start(self._root)
                 self._enter(State.READY)
             self._opened = stack.pop_all()
         # Neither the monitor's thread nor the finalizer holds the executor itself: an executor that nobody refers to is
         # released, as one that lives to the end of the interpreter is.
         self._finalizer = weakref.finalize(self, _release_forgotten, weakref.ref(self), self._group, self._opened)
-
-    def _start_broken(self) -> StartupError:
-        root = self._root
-        assert root is not None
-        error = StartupError(f"a rank was lost when all had become ready: {first_line(root)}", phase="ready")
-        error.__cause__ = root
-        error.rank = getattr(root, "rank", None)
-        return error
 
     def _start_processes(self) -> None:
         facts = LinkFacts(self._link.generation, self.world_size, self.spec.shared_views)
@@ -285,12 +274,6 @@ class MPExecutor(Executor):
 
     # -- failures ------------------------------------------------------------------------------------------------
 
-    def _closed_call(self, pending: PendingCall) -> None:
-        if pending.stuck and pending.error is not None:
-            with contextlib.suppress(Exception):  # a user's class may refuse notes
-                pending.error.add_note(f"the other ranks did not answer; {self._states_text()}")
-            self._break(pending.error)
-
     def _break(self, root: BaseException, error_for: Callable[[PendingCall], BaseException] | None = None) -> None:
         """The executor cannot go on: end every call, then the ranks. The first root cause stays.
 
@@ -417,13 +400,6 @@ class MPExecutor(Executor):
         error = ExecutorStoppedError(f"ranks {stuck} did not stop within stop_timeout and were ended")
         self._inbox.post(lambda: self._break(error))
         self._group.end(deadline)
-
-    def _end_calls_stopped(self) -> None:
-        background = self._background
-        self._outputs.fail(ExecutorStoppedError("the executor was stopped"))
-        self._calls.end_all(stopped_error, but=background)
-        if background is not None:
-            background.conclude()
 
     def _release_ranks(self) -> None:
         with self._state_lock:

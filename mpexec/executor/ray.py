@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from mpexec.config import RayOptions, WorkerSpec
+from mpexec.config import RayOptions, WorkerSpec, split_options
 from mpexec.deadline import Deadline
-from mpexec.errors import ConfigError, ExecutorStoppedError, StartupError, TransportError, attach_others
+from mpexec.errors import ConfigError, ExecutorStoppedError, TransportError, attach_others
 from mpexec.executor.base import Method, State
 from mpexec.executor.gated import GatedExecutor
 from mpexec.executor.settings import kept_settings
@@ -29,7 +29,6 @@ except ModuleNotFoundError as missing:
 from mpexec.executor.pending import (
     PendingCall,
     broken_error,
-    first_line,
     timeout_error,
     undecodable_error,
 )
@@ -37,7 +36,7 @@ from mpexec.executor.ray_cluster import check_session, join_cluster, leave_clust
 from mpexec.executor.ray_group import RayGroup, RayRank
 from mpexec.executor.ray_placement import place
 from mpexec.executor.stacks import collect_stacks
-from mpexec.executor.starting import StartAbort, died_error
+from mpexec.executor.starting import StartAbort, died_error, lost_at_start
 from mpexec.executor.threads import in_thread
 from mpexec.messages import Failure
 from mpexec.processes import Death
@@ -51,7 +50,6 @@ _BROKEN_END_S = 1.0
 _STACKS_S = 0.25
 _NEWS_S = 1.0
 _RAY_S = 5.0  # for what Ray's head node has to do; it is local, or gone
-_RAY_OPTIONS = frozenset(RayOptions.__dataclass_fields__)
 
 
 class RayExecutor(GatedExecutor):
@@ -84,8 +82,9 @@ class RayExecutor(GatedExecutor):
 
     def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
         abort: StartAbort = options.pop("_abort", None) or StartAbort()
-        self.options = RayOptions(**{name: options.pop(name) for name in _RAY_OPTIONS & options.keys()})
-        super().__init__(agent, **options)
+        fields, placing = split_options(options)
+        self.options = RayOptions(**placing)
+        super().__init__(agent, **fields)
         if self.spec.shared_views:
             raise ConfigError("shared_views=True: Ray's object store is read-only; use MPExecutor for shared memory")
         if any("CUDA_VISIBLE_DEVICES" in env for env in (self.spec.env, *self.spec.env_per_rank)):
@@ -103,7 +102,7 @@ class RayExecutor(GatedExecutor):
             stack.callback(self._callbacks.close)
             with self._state_lock:
                 if self._state is State.BROKEN:  # a rank died in the moment after it had become ready
-                    raise _lost_at_start(self._root)
+                    raise lost_at_start(self._root)
                 self._enter(State.READY)
             self._opened = stack.pop_all()
         self._finalizer = weakref.finalize(self, _release_forgotten, self._group, self._opened)
@@ -337,12 +336,6 @@ class RayExecutor(GatedExecutor):
             return None
         return self._calls.method_of(busy[0])
 
-    def _closed_call(self, pending: PendingCall) -> None:
-        if pending.stuck and pending.error is not None:
-            with contextlib.suppress(Exception):  # a user's class may refuse notes
-                pending.error.add_note(f"the other ranks did not answer; {self._states_text()}")
-            self._break(pending.error)
-
     def _end_broken(self) -> None:
         group, seconds = self._group, min(_BROKEN_END_S, self.spec.stop_timeout)
         self._ender = threading.Thread(
@@ -508,14 +501,6 @@ def _lost_ray(error: BaseException) -> TransportError:
     lost = TransportError(f"Ray did not carry a call: {type(error).__name__}: {error}")
     lost.__cause__ = error
     return lost
-
-
-def _lost_at_start(root: BaseException | None) -> StartupError:
-    assert root is not None
-    error = StartupError(f"a rank was lost when all had become ready: {first_line(root)}", phase="ready")
-    error.__cause__ = root
-    error.rank = getattr(root, "rank", None)
-    return error
 
 
 def _release_forgotten(group: RayGroup, opened: contextlib.ExitStack) -> None:

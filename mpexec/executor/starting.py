@@ -12,6 +12,7 @@ from typing import Any
 from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import StartupError, WorkerDiedError, attach_others
+from mpexec.executor.pending import first_line
 from mpexec.messages import Failure, Ready
 from mpexec.processes import Death
 
@@ -197,6 +198,15 @@ def died_error(death: Death, method: str | None, states: str = "") -> WorkerDied
     )
     if states:
         error.add_note(f"all ranks: {states}")
+    return error
+
+
+def lost_at_start(root: BaseException | None) -> StartupError:
+    """The error for a rank that was lost in the moment after all had become ready, with `root` as its cause."""
+    assert root is not None
+    error = StartupError(f"a rank was lost when all had become ready: {first_line(root)}", phase="ready")
+    error.rank = getattr(root, "rank", None)
+    error.__cause__ = root
     return error
 
 
