@@ -62,6 +62,6 @@ def test_the_hint_that_memory_ran_out_is_in_the_error() -> None:
     death = Death(1, 77, None, "SIGKILL", sent_by_us=False, at_ns=0, last_lines=("loading",), out_of_memory=True)
     error = died_error(death, "forward", "rank 0 idle")
     assert "rank 1 (pid 77) killed by SIGKILL" in str(error)
-    assert "memory" in str(error)
+    assert "likely out of memory" in str(error)
     assert error.last_lines == ("loading",)
     assert error.__notes__ == ["all ranks: rank 0 idle"]
