@@ -1,4 +1,4 @@
-"""Every promise in `docs/guarantees.md` names the tests that show it, and those tests exist."""
+"""What the documentation names exists: tests behind promises, files, threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "guarantees.md").read_text()
+PICTURE = (ROOT / "docs" / "how_it_works.md").read_text()
 NOT_YET = {"5"}
 
 
@@ -42,3 +43,11 @@ def test_every_numbered_promise_is_shown_by_a_test() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", shown, re.MULTILINE))
     assert sorted(rows, key=int) == [number for number in numbers if number not in NOT_YET]
     assert all("::test_" in tests for tests in rows.values())
+
+
+def test_the_files_and_threads_of_the_picture_exist() -> None:
+    sources = {path: path.read_text() for path in (ROOT / "mpexec").rglob("*.py")}
+    for name in re.findall(r"[\w/]+\.py\b", PICTURE):
+        assert any(str(path).endswith(f"/{name}") for path in sources), name
+    for thread in re.findall(r"\bmpexec-[a-z]+(?:-[a-z]+)?", PICTURE):
+        assert any(f'"{thread}' in text for text in sources.values()), thread
