@@ -48,6 +48,7 @@ def test_an_example_prints_what_it_should(name: str) -> None:
     assert run(name) == [line.strip() for line in OUTPUT[name].strip().splitlines()]
 
 
+@pytest.mark.timeout(240)  # two programs
 def test_the_training_loop_learns_and_another_run_goes_on_where_it_ended(tmp_path: Path) -> None:
     folder = str(tmp_path / "made" / "by the program")
     first, second = run("training_loop.py", folder), run("training_loop.py", folder)
