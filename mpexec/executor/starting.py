@@ -120,11 +120,11 @@ class StartWatch:
         clocks = dict.fromkeys(phases, Deadline.after(self.spec.init_timeout))
         while len(ready) < self.spec.world_size:
             waiting = [rank for rank in phases if rank not in ready]
-            late = min((clocks[rank] for rank in waiting), key=lambda deadline: deadline.at_ns or 0)
+            late = min(waiting, key=lambda rank: clocks[rank].at_ns or 0)
             try:
-                kind, rank, news = self.next(late)
+                kind, rank, news = self.next(clocks[late])
             except queue.Empty:
-                raise self._startup_timeout(waiting, phases) from None
+                raise self._startup_timeout(late, waiting, phases) from None
             if kind == "death" or news[0] == "failed":
                 raise self._startup_failure(kind, rank, news, phases)
             clocks[rank] = Deadline.after(self.spec.init_timeout)
@@ -135,13 +135,13 @@ class StartWatch:
                 logger.info("rank %d: %s", rank, news[1])
         return [ready[rank] for rank in sorted(ready)]
 
-    def _startup_timeout(self, waiting: list[int], phases: dict[int, str]) -> StartupError:
+    def _startup_timeout(self, late: int, waiting: list[int], phases: dict[int, str]) -> StartupError:
         states = ", ".join(f"rank {rank} in phase {phases[rank]!r}" for rank in waiting)
         return StartupError(
             f"no progress for {self.spec.init_timeout:g} s (init_timeout): {states}. "
             "A build_model that takes longer may call report_progress, or give a longer init_timeout.",
-            rank=waiting[0],
-            phase=phases[waiting[0]],
+            rank=late,
+            phase=phases[late],
         )
 
     def _startup_failure(self, kind: str, rank: int, news: Any, phases: dict[int, str]) -> StartupError:

@@ -385,6 +385,15 @@ class FailsToBuild(ModelAgent):
         raise MyError("cannot build")
 
 
+class BuildsForLong(Agent):
+    """Takes three seconds, in thirty parts, and tells of each."""
+
+    def build_model(self) -> None:
+        for part in range(30):
+            time.sleep(0.1)
+            self.report_progress(f"part {part}")
+
+
 class FailsToStart(Agent):
     def start(self) -> None:
         raise MyError("cannot start")

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from contract.agents import ORDINARY, UNREBUILDABLE, Agent, FailsToBuild, MyError
-from contract.conftest import InThread, class_of, in_time, last_rank, only_apart, only_uni, until
+from contract.agents import ORDINARY, UNREBUILDABLE, Agent, BuildsForLong, FailsToBuild, MyError
+from contract.conftest import InThread, class_of, in_time, last_rank, only_apart, only_mp, only_uni, until
 from mpexec import (
     ConfigError,
     Executor,
@@ -515,6 +515,12 @@ def test_a_failing_build_names_rank_and_phase_and_keeps_its_cause(kind: str) -> 
     cause = caught.value.__cause__
     assert type(cause) is MyError
     assert cause.args == ("cannot build",)
+
+
+@pytest.mark.slow
+@only_mp
+def test_a_build_that_reports_progress_may_take_longer_than_init_timeout(fresh: Callable[..., Executor]) -> None:
+    assert usable(fresh(BuildsForLong, init_timeout=2.0))
 
 
 @pytest.mark.parametrize(

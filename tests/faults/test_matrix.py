@@ -157,6 +157,7 @@ def check_timed_out(error: BaseException, manner: str, method: str, culprit: int
     assert type(error) is RPCTimeoutError
     assert (error.method, error.missing_ranks) == (method, missing)
     assert sorted(error.stacks) == list(missing)
+    assert all(f"rank {rank} (pid " in str(error) for rank in range(WORLD))  # what each is at
     expected = {"sigstop": "stopped", "hang_python": "hang_in_python", "hang_c": "hang_in_c"}
     if culprit in missing:
         assert expected[manner] in error.stacks[culprit]

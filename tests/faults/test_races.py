@@ -108,6 +108,9 @@ async def test_a_death_ends_calls_of_threads_tasks_and_futures(
         await asyncio.wait_for(asyncio.wrap_future(future), RAISE_S * LOAD)
     assert watch.seconds_since(time.monotonic()) <= DEATH_S * LOAD
     assert (caught.value.rank, caught.value.method) == (1, "sleep")
+    (states,) = (note for note in caught.value.__notes__ if note.startswith("all ranks: "))
+    assert f"rank 0 (pid {executor.pids[0]}) in 'sleep' for " in states
+    assert f"rank 1 (pid {executor.pids[1]}) ended (SIGKILL)" in states
     for error in await asyncio.wait_for(asyncio.gather(*behind, return_exceptions=True), RAISE_S * LOAD):
         assert isinstance(error, WorkerDiedError | ExecutorBrokenError)
     pipe.close()

@@ -11,14 +11,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import leaks
 import ray
 import ray._private.services
 
-from mpexec import RayExecutor
+from mpexec import ExecutorBrokenError, RayExecutor, State, WorkerDiedError
 from on_ray.agents import Agent
+from on_ray.meeting import meeting
 
 OPTIONS = {"world_size": 2, "device": "cpu", "init_process_group": False}
 
@@ -69,6 +71,36 @@ def hang(manner: str) -> None:
     threading.Event().wait()
 
 
+def leave() -> RayExecutor:
+    """The program shuts Ray down under an executor: in a call, and while nothing is called."""
+    with meeting() as place:
+        executor = RayExecutor(Agent, **OPTIONS)
+        call = executor.submit_rpc("announced", args=(place.path, [0, 1], "hang_python"))
+        place.pids(2)
+        ray.shutdown()
+        assert isinstance(call.exception(10.0), WorkerDiedError | ExecutorBrokenError)
+    check_left(executor)
+    executor = forget()
+    ray.shutdown()
+    check_left(executor)
+    return executor
+
+
+def check_left(executor: RayExecutor) -> None:
+    """The executor can do nothing any more, and says so soon; its release is harmless."""
+    end = time.monotonic() + 10.0
+    while executor.state is not State.BROKEN:  # Ray tells nobody: it is looked at once a second
+        assert time.monotonic() < end, executor.describe()
+        time.sleep(0.01)
+    try:
+        executor.collective_rpc("echo", args=(1,))
+    except ExecutorBrokenError:
+        executor.release()
+        say(executor.pids)
+    else:
+        raise AssertionError("it answers")
+
+
 def main() -> None:
     # Clusters of others on this machine are not this program's business.
     ray._private.services.find_gcs_addresses = functools.cache(set)
@@ -79,6 +111,8 @@ def main() -> None:
     elif ending == "error":
         kept = forget()
         raise KeyError("of the program")
+    elif ending == "leave":
+        kept = leave()
     else:
         hang(ending)
 

@@ -64,6 +64,17 @@ def test_a_cluster_that_was_started_for_an_executor_goes_with_it_released_or_for
 
 
 @pytest.mark.slow
+def test_an_executor_under_which_ray_is_shut_down_says_so_and_can_be_released(start: Any) -> None:
+    program = start("leave")
+    (in_a_call,), (made,), (idle,) = program.hear(), program.hear(), program.hear()
+    assert made == idle
+    assert program.end() == 0, program.stderr
+    assert not leaks.await_gone([*in_a_call, *idle], RANKS_GONE_S * LOAD)
+    check_quiet(program)
+    assert "Traceback" not in program.stderr, program.stderr
+
+
+@pytest.mark.slow
 def test_a_program_that_ends_by_an_error_shows_only_that(start: Any) -> None:
     program = start("error")
     (pids,) = program.hear()

@@ -1,0 +1,53 @@
+"""What the documentation names exists: tests behind promises, files, threads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "guarantees.md").read_text()
+PICTURE = (ROOT / "docs" / "how_it_works.md").read_text()
+NOT_YET = {"5"}
+
+
+def named_tests() -> list[tuple[str, str]]:
+    """File and function of every test that is named; "::name" is in the file named before it on its line."""
+    found = []
+    for line in TEXT.splitlines():
+        file = ""
+        for path, name in re.findall(r"`((?:tests/[\w/]+\.py)?)::(\w+)`", line):
+            file = path or file
+            found.append((file, name))
+    return found
+
+
+def test_every_test_that_is_named_exists() -> None:
+    missing = [
+        (file, name)
+        for file, name in named_tests()
+        if not file or not re.search(rf"^(async )?def {name}\(", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+    assert not missing
+
+
+def test_everything_else_that_is_named_exists() -> None:
+    for path in re.findall(r"`((?:tests|tools|docs|mpexec)/[\w/.]+)", TEXT):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_numbered_promise_is_shown_by_a_test() -> None:
+    promises, shown = TEXT.split("| | shown by |\n")
+    numbers = re.findall(r"^(?:\| |\*\*)(\d+)(?: \||\.)", promises, re.MULTILINE)
+    assert numbers == [str(number) for number in range(1, len(numbers) + 1)]
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", shown, re.MULTILINE))
+    assert sorted(rows, key=int) == [number for number in numbers if number not in NOT_YET]
+    assert all("::test_" in tests for tests in rows.values())
+
+
+def test_the_files_and_threads_of_the_picture_exist() -> None:
+    sources = {path: path.read_text() for path in (ROOT / "mpexec").rglob("*.py")}
+    for name in re.findall(r"[\w/]+\.py\b", PICTURE):
+        assert any(str(path).endswith(f"/{name}") for path in sources), name
+    for thread in re.findall(r"\bmpexec-[a-z]+(?:-[a-z]+)?", PICTURE):
+        assert any(f'"{thread}' in text for text in sources.values()), thread
