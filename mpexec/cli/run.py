@@ -166,6 +166,7 @@ def _job(
     )
     return Job(
         command,
+        is_python=not options["no_python"],
         nproc=nproc,
         nnodes=machines,
         node_rank=node_rank,
