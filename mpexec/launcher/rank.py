@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from string import Template
 
+from mpexec.launcher import startup
 from mpexec.launcher.console import Console, Outlet, RankOutput
 from mpexec.launcher.job import Job, Std
 from mpexec.processes.environment import apply_changes, rank_environment
@@ -36,7 +37,6 @@ except OSError as error:
     sys.exit(f"{sys.argv[2]}: {error.strerror}")
 """
 _STREAMS = {"stdout": Std.OUT, "stderr": Std.ERR}
-_STARTUP = os.path.join(os.path.dirname(os.path.abspath(__file__)), "startup")
 
 
 class Rank:
@@ -68,7 +68,7 @@ class Rank:
             threads = 1 if job.nproc > 1 else None
             environ = apply_changes(os.environ, rank_environment(local_rank, job.nproc, variables, threads=threads))
             if job.is_python:
-                _add_startup(environ)
+                startup.add_to(environ)
             output = RankOutput(
                 int(variables["RANK"]), _outlets(job, local_rank, int(variables["RANK"]), console, folder)
             )
@@ -92,13 +92,6 @@ class Rank:
         """Write what is left of its output and close everything; again changes nothing."""
         self.process.close()
         self._error_file.close()
-
-
-def _add_startup(environ: dict[str, str]) -> None:
-    """Have Python import `startup.sitecustomize` before the script."""
-    if os.pathsep not in _STARTUP:  # which PYTHONPATH has no way to write
-        before = environ.get("PYTHONPATH")
-        environ["PYTHONPATH"] = f"{_STARTUP}{os.pathsep}{before}" if before else _STARTUP
 
 
 def _start(command: tuple[str, ...], environ: dict[str, str], output: RankOutput, stack: ExitStack) -> RankProcess:

@@ -12,17 +12,32 @@ import sys
 def end_quickly(streams: "frozenset[int]") -> None:
     """Spare Python its last garbage collections, in which torch's objects take half a second.
 
-    Only if nobody can tell: no object is left, but for the standard `streams` (by id), that has a `__del__` to call.
-    What no reference cycle holds is finalized in any case.
+    Called after all other functions of `atexit`. Changes something only where somebody waits and nobody can tell:
+    others may wait for this rank's end, and no object but the standard `streams` (by id) has a `__del__` to call.
     """
+    if others_may_wait() and not finalizers_left(streams):
+        import gc
+
+        gc.freeze()
+
+
+def others_may_wait() -> bool:
+    """True after an exception that nobody caught, or if this rank has not left its process group.
+
+    Nothing tells of `sys.exit(3)`: Python has forgotten the SystemExit by now.
+    """
+    is_initialized = getattr(sys.modules.get("torch.distributed"), "is_initialized", None)
+    return hasattr(sys, "last_type") or (is_initialized is not None and is_initialized())
+
+
+def finalizers_left(streams: "frozenset[int]") -> bool:
+    """True if an object other than `streams` has a `__del__`, as open files have, which write what they hold."""
     import gc
 
     objects = gc.get_objects()
-    # by identity: a metaclass may have an __eq__ of its own
-    kinds = {id(kind): kind for kind in map(type, objects)}
+    kinds = {id(kind): kind for kind in map(type, objects)}  # by id: a metaclass may have an __eq__ of its own
     finalized = {key for key, kind in kinds.items() if any("__del__" in vars(base) for base in kind.__mro__)}
-    if all(id(one) in streams for one in objects if id(type(one)) in finalized):
-        gc.freeze()
+    return any(id(one) not in streams for one in objects if id(type(one)) in finalized)
 
 
 def standard_streams() -> "frozenset[int]":
@@ -47,7 +62,8 @@ def leave_no_trace(folder: str) -> None:
     del sys.modules["atexit"], sys.modules[__name__]
 
 
-# the first that is registered is the last that is called
-atexit.register(end_quickly, standard_streams())
-leave_no_trace(os.path.dirname(__file__))
-__import__(__name__)  # the user's own, if there is one; the error if there is none is the one that Python expects
+if __name__ == "sitecustomize":
+    # the first that is registered is the last that is called
+    atexit.register(end_quickly, standard_streams())
+    leave_no_trace(os.path.dirname(__file__))
+    __import__(__name__)  # the user's own, if there is one; if not, the error is the one that Python expects
