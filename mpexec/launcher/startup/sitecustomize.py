@@ -35,12 +35,16 @@ def finalizers_left(streams: "frozenset[int]") -> bool:
     A training loop that raised stands in torch's samplers. They are generators that clean nothing up, and do not count.
     """
     import gc
+    from itertools import compress
 
-    objects = gc.get_objects()
-    kinds = {id(kind): kind for kind in map(type, objects)}  # by id: a metaclass may have an __eq__ of its own
-    finalized = {key for key, kind in kinds.items() if any("__del__" in vars(base) for base in kind.__mro__)}
-    left = [one for one in objects if id(type(one)) in finalized and id(one) not in streams]
-    return not all(is_generator_of_torch(one) for one in left)
+    objects = gc.get_objects()  # 170 000 with torch: what follows loops in C
+    try:
+        kinds = set(map(type, objects))
+    except TypeError:  # a metaclass makes classes that have no hash
+        return True
+    finalized = {kind for kind in kinds if any("__del__" in vars(base) for base in kind.__mro__)}
+    found = compress(objects, map(finalized.__contains__, map(type, objects)))
+    return not all(id(one) in streams or is_generator_of_torch(one) for one in found)
 
 
 def is_generator_of_torch(one: object) -> bool:
