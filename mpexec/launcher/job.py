@@ -29,6 +29,7 @@ class Job:
 
     Attributes:
         command: Program and arguments of every rank.
+        is_python: The program is Python, to which `mpexec.launcher.startup` lends a quick end after a failure.
         nproc: Ranks on this machine; the same on each machine.
         node_rank: Which of the `nnodes` machines this is.
         master_port: None takes a port that is free, which only one machine can know.
@@ -44,6 +45,7 @@ class Job:
     """
 
     command: tuple[str, ...]
+    is_python: bool = False
     nproc: int = 1
     nnodes: int = 1
     node_rank: int = 0

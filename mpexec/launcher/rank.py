@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from string import Template
 
+from mpexec.launcher import startup
 from mpexec.launcher.console import Console, Outlet, RankOutput
 from mpexec.launcher.job import Job, Std
 from mpexec.processes.environment import apply_changes, rank_environment
@@ -66,6 +67,8 @@ class Rank:
             variables = job.rank_variables(local_rank, port, attempt, error_path)
             threads = 1 if job.nproc > 1 else None
             environ = apply_changes(os.environ, rank_environment(local_rank, job.nproc, variables, threads=threads))
+            if job.is_python:
+                startup.add_to(environ)
             output = RankOutput(
                 int(variables["RANK"]), _outlets(job, local_rank, int(variables["RANK"]), console, folder)
             )

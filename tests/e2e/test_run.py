@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mpexec.cli.run import command
 from mpexec.launcher.port import reserve_port
 from mpexec.processes.environment import apply_changes
 
@@ -160,6 +161,16 @@ def test_a_module_a_program_and_the_other_ways_to_say_it(script: Callable[..., s
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == "here\n"
 
 
+@pytest.mark.parametrize("how", [["found.py"], ["-m", "found"]])
+def test_a_script_finds_what_python_alone_gives_it(tmp_path: Path, how: list[str]) -> None:
+    body = "import os, sys; print(sorted(sys.modules), sys.path, sys.orig_argv, os.environ['PYTHONPATH'], dir())"
+    (tmp_path / "found.py").write_text(body)
+    settings = {"cwd": tmp_path, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 60}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), "/no/such/folder"))}
+    plain = subprocess.run([sys.executable, "-u", *how, "a"], env=env, check=True, **settings)
+    assert subprocess.run([*RUN, *how, "a"], env=env, check=True, **settings).stdout == plain.stdout
+
+
 def test_the_launcher_does_without_torch(script: Callable[..., str]) -> None:
     code = (
         "import sys; from mpexec.cli import main\n"
@@ -168,6 +179,19 @@ def test_the_launcher_does_without_torch(script: Callable[..., str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == ["1", "[] 0"]
+
+
+def test_every_option_of_torchrun_is_accepted_or_refused_by_name_and_in_the_table() -> None:
+    from torch.distributed.run import get_args_parser
+
+    table = (Path(__file__).parents[2] / "docs" / "run.md").read_text()
+    told = set(re.findall(r"`(--?[a-z-]+)", "".join(line for line in table.splitlines() if line.startswith("| `"))))
+    ours = {spelling for option in command.params for spelling in option.opts}
+    for action in get_args_parser()._actions:
+        spellings = {*action.option_strings} - {"-h", "--help"}
+        assert spellings <= ours
+        assert {spelling for spelling in spellings if "_" not in spelling} <= told
+    assert told - ours == set()
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------
@@ -225,6 +249,8 @@ FAILURES = {
     "os.kill(os.getpid(), signal.SIGKILL)": (137, "killed by SIGKILL (not by mpexec"),
     "os.abort()": (134, "killed by SIGABRT"),
     "raise ValueError('too much')": (1, "exited with code 1"),
+    "raise KeyboardInterrupt": (130, "killed by SIGINT (not by mpexec"),
+    "import atexit; atexit.register(os._exit, 9); sys.exit(0)": (9, "exited with code 9"),
 }
 
 
@@ -252,7 +278,7 @@ while True:
     message = done.stderr[done.stderr.index("mpexec: rank 1 (local rank 1, pid ") :]
     assert told in message.splitlines()[0]
     assert "  last words of rank 1" in message.splitlines()
-    if "raise" in end:
+    if "ValueError" in end:
         assert "  ValueError: too much" in message.splitlines()
         assert "  Traceback (most recent call last):" in message.splitlines()
     assert (tmp_path / "handled0").exists()
@@ -274,6 +300,32 @@ os._exit(7)
 """
     done = run("--nproc-per-node", "2", script(body))
     assert done.returncode == 7, done.stderr
+
+
+@pytest.mark.parametrize("first, code", [("exit", 3), ("crash", 139)])
+def test_the_table_tells_how_every_rank_ended_and_who_was_first(
+    script: Callable[..., str], first: str, code: int
+) -> None:
+    body = f"""
+def end(*_):
+    sys.exit(3) if rank == 0 else os.kill(os.getpid(), signal.SIGSEGV)
+
+if rank < 2:
+    signal.signal(signal.SIGTERM, end)
+mark(f"ready{{rank}}")
+until("ready0"), until("ready1"), until("ready2")
+if rank == {["exit", "crash"].index(first)}:
+    end()
+while True:
+    time.sleep(1)
+"""
+    done = run("--nproc-per-node", "3", script(body))
+    assert done.returncode == code
+    ends = ["exited with code 3", "killed by SIGSEGV (not by mpexec)", "killed by SIGTERM (sent by mpexec)"]
+    ends[0 if first == "exit" else 1] += "  <- root cause"
+    table = done.stderr[done.stderr.index("mpexec: how the ranks ended:") :].splitlines()[1:4]
+    assert [re.sub(r" \(pid \d+\)", "", line) for line in table] == [f"  rank {n} {how}" for n, how in enumerate(ends)]
+    assert "restart" not in done.stderr
 
 
 def test_the_error_file_of_torch_elastic_is_shown(script: Callable[..., str]) -> None:
@@ -569,6 +621,32 @@ def test_two_jobs_with_torch_at_once_meet_each_their_own(script: Callable[..., s
             stdout, stderr = process.communicate(timeout=150)
             assert process.returncode == 0, stderr
             assert sorted(line.split(":")[0] for line in stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end, code", [("os.kill(os.getpid(), 9)", 137), ("sys.exit(3)", 3), ("raise ValueError", 1)])
+def test_a_failure_ends_those_who_sit_in_an_all_reduce(
+    script: Callable[..., str], tmp_path: Path, end: str, code: int
+) -> None:
+    body = f"""
+import atexit, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+mark(f"pid{{rank}}", os.getpid())
+if rank == 1:
+    until("pid0"), until("pid2"), until("pid3")
+    atexit.register(print, "its last function")
+    mark("failed", time.monotonic())
+    {end}
+dist.all_reduce(torch.ones(1))
+"""
+    done = run("--nproc-per-node", "4", script(body))
+    took = time.monotonic() - float((tmp_path / "failed").read_text())
+    assert done.returncode == code, done.stderr
+    assert "mpexec: rank 1 (local rank 1" in done.stderr
+    assert done.stdout == ("" if "kill" in end else "its last function\n")
+    assert all_gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(4)], within(0.1))
+    assert took < within(1.0)
 
 
 @pytest.mark.slow
