@@ -13,7 +13,7 @@ from typing import Any
 import leaks
 import pytest
 
-from mpexec.pytest_plugin import faults, mp_executor, no_leaks  # noqa: F401  fixtures
+from mpexec.pytest_plugin import faults_fixture, mp_executor, no_leaks  # noqa: F401  fixtures
 from mpexec.pytest_plugin.leaks import nothing_left as check
 
 _folder = leaks.mark_session()

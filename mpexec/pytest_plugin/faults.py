@@ -213,8 +213,8 @@ class Faults:
             raise ConfigError(f"{given}: no executor was made after that; mp_executor makes it, or give executor=")
 
 
-@pytest.fixture
-def faults(request: pytest.FixtureRequest) -> Iterator[Faults]:
+@pytest.fixture(name="faults")  # this module has that name in its package
+def faults_fixture(request: pytest.FixtureRequest) -> Iterator[Faults]:
     """Ranks die, stop, hang or fail at a point of the test's choice: `faults.kill(1, at="forward")`."""
     if "no_leaks" in request.fixturenames:  # its look comes after our end
         request.getfixturevalue("no_leaks")
