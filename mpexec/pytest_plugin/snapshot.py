@@ -134,24 +134,23 @@ class Snapshot:
     def _is_allowed(self, leak: Leak) -> bool:
         return any(kind == leak.kind and fnmatch.fnmatchcase(leak.what, matching) for kind, matching in self._allowed)
 
-    def leaks(self, stderr: str = "", bound: float = BOUND_S) -> list[Leak]:
-        """All that is left and not allowed; waits up to `bound` seconds for what is about to end.
+    def leaks(self, stderr: str = "") -> list[Leak]:
+        """All that is left and not allowed; waits up to `BOUND_S` seconds for what is about to end.
 
         Processes that are left are killed, so that the next test begins clean.
 
         Args:
             stderr: What the test wrote there and through logging.
         """
-        end = time.monotonic() + bound
+        end = time.monotonic() + BOUND_S
         found = self._process_leaks(end) if self._settle(end) else []
         found += [_thread_leak(thread) for thread in self._new_threads()]
-        found += [_descriptor_leak(fd, link) for fd, link in self._new_descriptors().items()]
+        found += _in_short([_descriptor_leak(fd, link) for fd, link in self._new_descriptors().items()])
         found += [Leak("shared memory", f"/dev/shm/{name}") for name in self._new_shared_memory(end)]
         found += self.more(end)
         found += self._changed_settings()
         found += [Leak("task", f"{name} still runs") for name in sorted(self._tasks)]
-        found += [Leak("noise", f"of asyncio: {text}") for text in self._noise.texts if NOISE.search(text)]
-        found += [Leak("noise", f"on stderr: {line}") for line in stderr.splitlines() if NOISE.search(line)]
+        found += self._noise_leaks(stderr)
         return [leak for leak in found if not self._is_allowed(leak)]
 
     def _settle(self, end: float) -> bool:
@@ -213,6 +212,13 @@ class Snapshot:
                 select.select([], [], [], 0.05)  # a name sends no event when it goes
         return sorted(new)
 
+    def _noise_leaks(self, stderr: str) -> list[Leak]:
+        said = [text for text in self._noise.texts if NOISE.search(text)]
+        found = [Leak("noise", f"of asyncio: {' '.join(text.split())}") for text in said]
+        firsts = [text.splitlines()[0] for text in said]  # these are in the captured log too
+        lines = [line for line in stderr.splitlines() if NOISE.search(line) and not any(map(line.count, firsts))]
+        return found + [Leak("noise", f"on stderr: {line}") for line in lines]
+
     def _changed_settings(self) -> list[Leak]:
         found = []
         now = _environment()
@@ -248,6 +254,14 @@ def _thread_leak(thread: threading.Thread) -> Leak:
 
 def _descriptor_leak(fd: int, link: str) -> Leak:
     return Leak("descriptor", f"{fd} -> {link}")
+
+
+def _in_short(descriptors: list[Leak]) -> list[Leak]:
+    """An executor that is left has twenty of them: the first three will do."""
+    if len(descriptors) <= 4:
+        return descriptors
+    shown = ", ".join(leak.what for leak in descriptors[:3])
+    return [Leak("descriptor", f"{shown} and {len(descriptors) - 3} more")]
 
 
 def _environment() -> dict[str, str]:
