@@ -30,7 +30,9 @@ class Agent(ModelAgent):
 
 @pytest.fixture
 def mp_executor_options():
-    return dict(start_method="forkserver", device="cpu", init_process_group=False, stop_timeout=1.0)
+    return dict(
+        start_method="fork", allow_unsafe_fork=True, device="cpu", init_process_group=False, stop_timeout=1.0
+    )
 
 """
 

@@ -27,7 +27,7 @@ class Agent(ModelAgent):
 
 @pytest.fixture
 def mp_executor_options():
-    return dict(start_method="forkserver", device="cpu", init_process_group=False)
+    return dict(start_method="fork", allow_unsafe_fork=True, device="cpu", init_process_group=False)
 
 """
 
@@ -54,7 +54,7 @@ LEAVES = {
     ),
     "rank": (
         "from mpexec import MPExecutor\nkept.append(MPExecutor(Agent, world_size=1, device='cpu', _warn=False,"
-        " start_method='forkserver', init_process_group=False))",
+        " start_method='fork', init_process_group=False, allow_unsafe_fork=True))",
         r"process \d+ comm='mpexec-rank0' .*; release the executor[^\0]*^  descriptor \d+ -> .* and \d+ more; close",
     ),
     "thread": (
