@@ -104,6 +104,6 @@ def mp_executor_options(mp_options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make_executor(mp_executor: Callable[..., Any]) -> Callable[..., Any]:
+def make_executor(mp_executor: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
     """Makes an `MPExecutor` of an agent, with `mp_options` changed as given, and releases it after the test."""
     return mp_executor

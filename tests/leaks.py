@@ -1,4 +1,4 @@
-"""What a test of ours must not leave behind, beyond what the plugin looks at: orphans, temporary files, Ray's things."""
+"""What a test of ours must not leave behind, beyond what the plugin sees: orphans, temporary files, Ray's things."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from mpexec.pytest_plugin.proc import (
     is_gone,
     list_folder,
     open_descriptors,
-    server_fds,
 )
 from mpexec.pytest_plugin.snapshot import NOISE, Leak
 

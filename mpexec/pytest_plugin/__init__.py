@@ -5,7 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"faults_fixture": "faults", "mp_executor": "executors", "mp_executor_options": "executors", "no_leaks": "leaks"}
+_HOMES = {
+    "faults_fixture": "faults",
+    "mp_executor": "executors",
+    "mp_executor_options": "executors",
+    "no_leaks": "leaks",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -36,7 +36,9 @@ def mp_executor_options():
 
 """
 
-RELEASES = HEAD + """
+RELEASES = (
+    HEAD
+    + """
 @pytest.fixture
 def broken_fixture(mp_executor):
     made.append(mp_executor(Agent))
@@ -75,8 +77,11 @@ def test_all_are_released_and_gone():
         for pid in executor.pids:
             assert not os.path.exists(f"/proc/{pid}") or "Z" in open(f"/proc/{pid}/stat").read()
 """
+)
 
-UNHEARD = HEAD + """
+UNHEARD = (
+    HEAD
+    + """
 async def fail(executor):
     executor.start()
     await executor.forward_async(1)
@@ -121,6 +126,7 @@ def test_meant(mp_executor, faults):
 def test_a_fault_without_an_executor(faults):
     faults.kill(1, at="echo")
 """
+)
 
 
 def test_all_are_released_whatever_the_tests_do(pytester: pytest.Pytester) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -194,9 +195,7 @@ async def test_a_background_failure_can_be_had_at_once(mp_executor: Make, faults
         await asyncio.wait_for(executor.wait_tasks(), PATIENCE_S)
 
 
-def test_a_rank_is_slow_at_once_and_a_stopped_one_goes_on_when_it_is_told_to(
-    mp_executor: Make, faults: Faults
-) -> None:
+def test_a_rank_is_slow_at_once_and_a_stopped_one_goes_on_when_it_is_told_to(mp_executor: Make, faults: Faults) -> None:
     executor = mp_executor(Agent)
     began = time.monotonic()
     faults.slow(1, 0.2)
@@ -316,5 +315,5 @@ def test_a_fault_that_does_not_come_is_named(mp_executor: Make, faults: Faults) 
 def test_an_exception_that_cannot_travel_is_refused(mp_executor: Make, faults: Faults) -> None:
     mp_executor(Agent)
     with pytest.raises(SerializationError):
-        faults.raises(1, ValueError((number for number in ())), at="echo")
+        faults.raises(1, ValueError(iter(()), threading.Lock()), at="echo")
     assert not faults.fired
