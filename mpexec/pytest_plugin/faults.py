@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,21 +147,28 @@ class Faults:
         Raises:
             TimeoutError: Some have not, within `timeout` seconds; it names them.
         """
+        self._wait(faults, timeout, threading.Event())
+
+    def _wait(self, faults: tuple[Fault, ...], timeout: float, given_up: threading.Event) -> None:
         deadline = Deadline.after(timeout)
         wanted = faults or tuple(self._given)
         while missing := [str(fault) for fault in wanted if fault.number not in self._pids]:
             if not self._listen(deadline):
                 raise TimeoutError(f"not reached within {timeout} s: {', '.join(missing)}")
+            if given_up.is_set():
+                return
         for fault in wanted:
             _await_effect(fault, self._pids[fault.number], deadline)
 
     async def wait_async(self, *faults: Fault, timeout: float = 30.0) -> None:
         """As `wait`, without blocking the loop."""
-        await in_thread(
-            lambda: self.wait(*faults, timeout=timeout),
-            name="mpexec-faults",
-            cancel=lambda: _write_line(self._write_end.fd),
-        )
+        given_up = threading.Event()
+
+        def give_up() -> None:
+            given_up.set()
+            os.write(self._write_end.fd, b"\n")  # an empty report, which ends the listening
+
+        await in_thread(lambda: self._wait(faults, timeout, given_up), name="mpexec-faults", cancel=give_up)
 
     def _listen(self, deadline: Deadline) -> bool:
         """Take in what ranks report; False if nothing comes in time."""
@@ -169,10 +177,7 @@ class Faults:
         if not poller.poll(deadline.poll_ms()):
             return False
         *lines, self._heard = (self._heard + os.read(self._read_end.fd, 65536)).split(b"\n")
-        for line in lines:
-            if not line:
-                raise InterruptedError("the wait for a fault was cancelled")
-            number, pid = line.split()
+        for number, pid in (line.split() for line in lines if line):
             self._pids[int(number)] = int(pid)
         return True
 
@@ -268,7 +273,3 @@ def _await_effect(fault: Fault, pid: int, deadline: Deadline) -> None:
         os.close(pidfd)
     if not is_over:
         raise TimeoutError(f"{fault}: its signal had no effect in time on pid {pid}")
-
-
-def _write_line(fd: int) -> None:
-    os.write(fd, b"\n")

@@ -18,4 +18,4 @@ def run(pytester: pytest.Pytester, source: str, *arguments: str) -> pytest.RunRe
     pytester._monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester._monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
     plugins = ("-p", "pytest_asyncio.plugin", "-p", "mpexec.pytest_plugin")
-    return pytester.runpytest_subprocess(*plugins, *arguments, timeout=120)
+    return pytester.runpytest_subprocess(*plugins, *arguments, timeout=280)

@@ -13,6 +13,8 @@ from plugin.inner import run
 from mpexec import ConfigError, MPExecutor, State, WorkerDiedError, WorkerSpec
 from mpexec.pytest_plugin.executors import ExecutorFactory
 
+pytestmark = pytest.mark.timeout(300)
+
 HEAD = """
 import os, signal
 import pytest
@@ -123,6 +125,15 @@ def test_meant(mp_executor, faults):
     while executor.state.name != "BROKEN":
         os.sched_yield()
 
+def test_with_forked_ranks(mp_executor, faults):
+    faults.raises(1, ValueError("carried"), at="echo")
+    executor = mp_executor(Agent)
+    with pytest.raises(ValueError, match="carried"):
+        executor.collective_rpc("echo", args=(1,))
+    faults.kill(0, after="echo")
+    with pytest.raises(Exception, match="SIGKILL"):
+        executor.collective_rpc("echo", args=(1,))
+
 def test_a_fault_without_an_executor(faults):
     faults.kill(1, at="echo")
 """
@@ -138,7 +149,7 @@ def test_all_are_released_whatever_the_tests_do(pytester: pytest.Pytester) -> No
 
 def test_a_failure_that_nobody_has_heard_of_fails_the_test(pytester: pytest.Pytester) -> None:
     result = run(pytester, UNHEARD)
-    result.assert_outcomes(passed=6, errors=3)
+    result.assert_outcomes(passed=7, errors=3)
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of test_unheard _*",

@@ -10,6 +10,8 @@ from plugin.inner import run
 
 from mpexec.pytest_plugin.leaks import NoLeaks
 
+pytestmark = pytest.mark.timeout(300)
+
 HEAD = """
 import asyncio, multiprocessing, os, signal, socket, subprocess, sys, tempfile, threading, time
 from multiprocessing.shared_memory import SharedMemory
@@ -65,7 +67,7 @@ LEAVES = {
     "socket": ("kept.append(socket.socket())", r"descriptor \d+ -> socket:\[\d+\]; close it"),
     "file": ("kept.append(open(os.devnull))", r"descriptor \d+ -> /dev/null; close it"),
     "shared memory": (
-        "memory = SharedMemory(create=True, size=16, name=f'left-{os.getpid()}'); memory.close()",
+        "kept.append(SharedMemory(create=True, size=16, name=f'left-{os.getpid()}'))",
         r"shared memory /dev/shm/left-\d+; unlink it",
     ),
     "environment": ("os.environ['LEFT'] = 'over'", r"environment LEFT was None and is 'over'; use monkeypatch.setenv"),
