@@ -93,12 +93,9 @@ def mp_executor_options() -> Mapping[str, Any]:
 @pytest.fixture
 def mp_executor(request: pytest.FixtureRequest, mp_executor_options: Mapping[str, Any]) -> Iterator[ExecutorFactory]:
     """Makes an `MPExecutor`: `mp_executor(MyAgent, world_size=2)`. All are released after the test, whatever it did."""
-    for name in ("no_leaks", "faults"):  # they end after the executors
-        if name in request.fixturenames:
-            request.getfixturevalue(name)
-    factory = ExecutorFactory(
-        mp_executor_options, request.getfixturevalue("faults") if "faults" in request.fixturenames else None
-    )
+    # Both end after the executors, in whatever order the test names them.
+    used = {name: request.getfixturevalue(name) for name in ("no_leaks", "faults") if name in request.fixturenames}
+    factory = ExecutorFactory(mp_executor_options, used.get("faults"))
     yield factory
     factory.release_all()
 
