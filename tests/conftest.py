@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import shutil
 import signal
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import leaks
 import pytest
 
+from mpexec.pytest_plugin import faults_fixture, mp_executor, no_leaks  # noqa: F401  fixtures
+from mpexec.pytest_plugin.leaks import nothing_left as check
+
 _folder = leaks.mark_session()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Any:
-    if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
-        item.obj = leaks.guard_tasks(item.obj)
-    return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,9 +49,8 @@ def nothing_left_by_the_session() -> Iterator[None]:
 
     shutdown_fork_server()
     try:
-        left = [
-            line for line in before.leaks() if line.startswith(("process", "zombie", "thread", "/dev/shm", "temporary"))
-        ]
+        kinds = ("process", "zombie", "thread", "shared memory", "temporary file")
+        left = [str(leak) for leak in before.leaks() if leak.kind in kinds]
     finally:
         before.close()
     assert not left, "the session left behind:\n" + "\n".join(left)
@@ -66,14 +59,8 @@ def nothing_left_by_the_session() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest, nothing_left_by_the_session: None) -> Iterator[None]:
     """The test leaves no process, descriptor, thread, name, setting or noise behind; see `leaks`."""
-    before = leaks.Snapshot()
-    yield
-    stderr = "".join(text for _, kind, text in request.node._report_sections if kind in ("stderr", "log"))
-    try:
-        left = before.leaks(stderr)
-    finally:
-        before.close()
-    assert not left, "left behind:\n" + "\n".join(left)
+    with check(request.node, leaks.Snapshot()):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -112,19 +99,11 @@ def mp_options() -> dict[str, Any]:
 
 
 @pytest.fixture
-def make_executor(mp_options: dict[str, Any]) -> Iterator[Callable[..., Any]]:
+def mp_executor_options(mp_options: dict[str, Any]) -> dict[str, Any]:
+    return mp_options
+
+
+@pytest.fixture
+def make_executor(mp_executor: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
     """Makes an `MPExecutor` of an agent, with `mp_options` changed as given, and releases it after the test."""
-    from mpexec import MPExecutor
-
-    made: list[Any] = []
-
-    def make(agent: Any, **options: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            executor = MPExecutor(agent, **{**mp_options, **options})
-        made.append(executor)
-        return executor
-
-    yield make
-    for executor in reversed(made):
-        executor.release()
+    return mp_executor

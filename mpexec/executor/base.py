@@ -150,6 +150,7 @@ class Executor:
                 f"this executor belongs to process {self._owner}; a forked child cannot use it", state=state.name
             )
         if state is State.BROKEN and self._root is not None:
+            self._told = True
             return broken_error(self._root)
         if state is State.RELEASED:
             return ExecutorStoppedError("the executor has been released")

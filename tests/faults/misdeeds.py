@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
 import threading
-import time
-from typing import Any, NoReturn
+from typing import Any
+
+from mpexec.pytest_plugin.misdeeds import Unpicklable, hang_in_c, hang_in_python
 
 BIG = 64 << 20
 EXIT_CODE = 3
 TEXT = "the model is on fire"
-
-
-class Unpicklable(Exception):
-    """An exception that holds what no pickle can hold."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.lock = threading.Lock()
 
 
 def announce(path: str) -> None:
@@ -34,23 +26,6 @@ def announce(path: str) -> None:
 def big_value() -> bytes:
     """64 MiB that show whether they came whole."""
     return bytes(range(256)) * (BIG // 256)
-
-
-def hang_in_python() -> NoReturn:
-    """Never return; other threads of the process get their turns."""
-    while True:
-        time.sleep(3600)
-
-
-def hang_in_c() -> NoReturn:
-    """Never return, never give the interpreter to another thread, and let no signal handler end it.
-
-    A sleep would end at the signal that asks for the stacks; a mutex that is locked twice goes on waiting.
-    """
-    libc = ctypes.PyDLL(None)
-    mutex = ctypes.create_string_buffer(64)
-    while True:
-        libc.pthread_mutex_lock(mutex)
 
 
 def misbehave(manner: str) -> Any:

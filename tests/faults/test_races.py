@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.agents import FaultyAgent, HostAgent
+from faults.agents import HostAgent
 from faults.drivers import Pipe
 from faults.watching import LOAD, ExitWatch, within
 
 from mpexec import ExecutorBrokenError, ExecutorStoppedError, MpexecError, State, WorkerDiedError
+from mpexec.pytest_plugin.faults import Faults
 
 DEATH_S = 0.1
 RAISE_S = 2.0
@@ -178,7 +179,7 @@ async def test_a_running_call_keeps_a_forgotten_executor_alive(make_executor: Ma
 
 
 def test_describe_and_health_tell_of_busy_and_stopped_ranks_without_a_call(
-    make_executor: Make, tmp_path: Path
+    make_executor: Make, faults: Faults, tmp_path: Path
 ) -> None:  # F070
     executor = make_executor(HostAgent, stop_timeout=1.0)
     pipe = Pipe(tmp_path)
@@ -188,9 +189,9 @@ def test_describe_and_health_tell_of_busy_and_stopped_ranks_without_a_call(
         rows = executor.describe()["ranks"]
     assert [row["method"] for row in rows] == ["sleep", "sleep"]
     assert executor.check_health()
-    os.kill(executor.pids[1], signal.SIGSTOP)
-    while executor.describe()["ranks"][1]["state"] != "stopped":  # the kernel stops it in its own time
-        os.sched_yield()
+    faults.stop(1)
+    faults.wait()
+    assert executor.describe()["ranks"][1]["state"] == "stopped"
     with within(DEATH_S):
         assert not executor.check_health()
     assert executor.state is State.READY and not future.done()
@@ -222,10 +223,11 @@ def _spin(over: threading.Event) -> None:
         sum(range(1000))
 
 
-def test_a_second_failure_does_not_hide_the_first(make_executor: Make) -> None:  # F038
-    executor = make_executor(FaultyAgent, agent_args=(0, "sigkill"))
+def test_a_second_failure_does_not_hide_the_first(make_executor: Make, faults: Faults) -> None:  # F038
+    faults.kill(0, at="echo")
+    executor = make_executor(HostAgent)
     with pytest.raises(WorkerDiedError) as caught:
-        executor.collective_rpc("in_sync_method")
+        executor.collective_rpc("echo", args=(0,))
     os.kill(executor.pids[1], signal.SIGKILL)
     with pytest.raises(ExecutorBrokenError) as later:
         executor.collective_rpc("echo", args=(0,))
