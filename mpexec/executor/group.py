@@ -63,17 +63,21 @@ class RankGroup:
             )
             for rank in spec.topology.ranks
         ]
-        self.processes = launch(
-            plans,
-            start_method=spec.start_method,
-            entry=_ENTRY,
-            payload=payload,
-            allow_unsafe_fork=spec.allow_unsafe_fork,
-        )
+        self._start_processes(plans, payload)
         # Only now: "fork" is refused where threads run, and this is one.
         self._monitor = Monitor()
         for process in self.processes:
             self._monitor.watch(process, self._message, self._death)
+
+    def _start_processes(self, plans: list[RankPlan], payload: bytes) -> None:
+        """Fill `processes`."""
+        self.processes = launch(
+            plans,
+            start_method=self.spec.start_method,
+            entry=_ENTRY,
+            payload=payload,
+            allow_unsafe_fork=self.spec.allow_unsafe_fork,
+        )
 
     @property
     def monitor(self) -> Monitor:
