@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +14,15 @@ from mpexec.errors import ConfigError, WrongStateError
 from mpexec.executor.base import make_spec
 from mpexec.executor.group import RankGroup
 from mpexec.executor.starting import StartAbort
-from mpexec.processes import RankPlan, refuse_while_importing_main
+from mpexec.processes import Death, RankPlan, refuse_while_importing_main
 from mpexec.processes.attached import AttachedProcess
 from mpexec.processes.environment import read_at_import
 from mpexec.processes.launched import LaunchedJob
 from mpexec.processes.meeting import Invitation, Meeting
 from mpexec.processes.start import hand_over
 from mpexec.worker.attached import check_place, serve_as_rank
+
+logger = logging.getLogger(__name__)
 
 _used: set[str] = set()  # jobs that this process has been the driver of
 
@@ -96,6 +99,7 @@ class AttachedGroup(RankGroup):
         super().__init__(spec, abort)
         self._job = job
         self._own = 1 if driver_is_rank else 0
+        self._is_ending = False
 
     def _start_processes(self, plans: list[RankPlan], payload: bytes) -> None:
         deadline = Deadline.after(self.spec.init_timeout)
@@ -109,8 +113,15 @@ class AttachedGroup(RankGroup):
                 _invite(process, plan, payload, death_read.fd)
                 death_read.close()
 
+    def _death(self, death: Death) -> None:
+        if not self._is_ending and death.rank >= self._own:
+            # At once: the launcher is about to end the driver too, before an error of its own could reach anybody.
+            logger.error("rank %d (pid %d) %s; launchers end the job then", death.rank, death.pid, death.describe())
+        super()._death(death)
+
     def end(self, deadline: Deadline, *, ask: bool = True) -> dict[int, str]:
         """As `RankGroup.end`, but asks in any case: a process that is ended by a signal is a failure to its launcher."""
+        self._is_ending = True
         return super().end(deadline, ask=True)
 
 
