@@ -12,7 +12,7 @@ from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
 from mpexec.errors import ConfigError, WrongStateError
 from mpexec.executor.base import make_spec
-from mpexec.executor.group import RankGroup
+from mpexec.executor.group import RankGroup, env_of
 from mpexec.executor.starting import StartAbort
 from mpexec.processes import Death, RankPlan, refuse_while_importing_main
 from mpexec.processes.attached import AttachedProcess
@@ -42,7 +42,9 @@ def enter_job(
     job = LaunchedJob.find(os.environ)
     if job is None:
         if "world_size" not in options and not isinstance(agent, WorkerSpec):
-            raise ConfigError("world_size is missing: this is no job of a launcher, which would tell the number of ranks")
+            raise ConfigError(
+                "world_size is missing: this is no job of a launcher, which would tell the number of ranks"
+            )
         return dict(options)
     check_place()
     world_size = _world_size(job, driver_is_rank, agent, options)
@@ -83,12 +85,11 @@ def _world_size(
 
 def _check_env(spec: WorkerSpec, rank: int) -> None:
     """Refuse variables that are read when a process starts: the ranks have started already."""
-    env = {**spec.env, **(spec.env_per_rank[rank] if spec.env_per_rank else {})}
-    wanted = {name: value or "" for name, value in env.items() if os.environ.get(name) != value}
+    wanted = {name: value or "" for name, value in env_of(spec, rank).items() if os.environ.get(name) != value}
     if late := sorted(read_at_import(wanted)):
         raise ConfigError(
-            f"env sets {', '.join(late)}, which is read when a process starts, and the ranks of a job have started. Give "
-            "it to the launcher (mpexec run --env NAME=VALUE)."
+            f"env sets {', '.join(late)}, which is read when a process starts, and the ranks of a job have started. "
+            "Give it to the launcher (mpexec run --env NAME=VALUE)."
         )
 
 
@@ -120,7 +121,7 @@ class AttachedGroup(RankGroup):
         super()._death(death)
 
     def end(self, deadline: Deadline, *, ask: bool = True) -> dict[int, str]:
-        """As `RankGroup.end`, but asks in any case: a process that is ended by a signal is a failure to its launcher."""
+        """As `RankGroup.end`, but always asks: a process that is ended by a signal is a failure to its launcher."""
         self._is_ending = True
         return super().end(deadline, ask=True)
 

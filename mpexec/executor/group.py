@@ -57,7 +57,7 @@ class RankGroup:
         plans = [
             RankPlan(
                 rank=rank,
-                env=rank_environment(rank, spec.world_size, _env_of(spec, rank), threads=spec.threads_per_rank()),
+                env=rank_environment(rank, spec.world_size, env_of(spec, rank), threads=spec.threads_per_rank()),
                 fds=fds_of(rank),
                 title=f"mpexec-rank{rank}",
             )
@@ -149,7 +149,8 @@ class RankGroup:
             process.close()
 
 
-def _env_of(spec: WorkerSpec, rank: int) -> dict[str, str | None]:
+def env_of(spec: WorkerSpec, rank: int) -> dict[str, str | None]:
+    """The user's variables for a rank, None removes."""
     return {**spec.env, **(spec.env_per_rank[rank] if spec.env_per_rank else {})}
 
 

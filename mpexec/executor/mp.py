@@ -90,9 +90,7 @@ class MPExecutor(Executor):
         )
 
     @classmethod
-    def attach(
-        cls, agent: Callable[..., Any] | WorkerSpec, *, driver_is_rank: bool = False, **options: Any
-    ) -> Self:
+    def attach(cls, agent: Callable[..., Any] | WorkerSpec, *, driver_is_rank: bool = False, **options: Any) -> Self:
         """The executor over the processes of a launched job (`mpexec run`, torchrun); without a job an ordinary one.
 
         In a job, every process calls this, with the same arguments. Process 0 becomes the driver and gets the executor

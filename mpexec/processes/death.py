@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from mpexec.transport import linux
 
-
 _EXIT_CODE = 49  # field of `/proc/PID/stat`, counted from the one behind the name
 
 

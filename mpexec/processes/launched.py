@@ -40,8 +40,8 @@ class LaunchedJob:
             return None
         if missing := [name for name in _NEEDED if name not in environ]:
             raise ConfigError(
-                f"{' and '.join(present)} is set, but {', '.join(missing)} is not. Start the script with `mpexec run` or "
-                "torchrun, or without these variables; inside a rank of an executor there is nothing to attach to."
+                f"{' and '.join(present)} is set, but {', '.join(missing)} is not. Start the script with `mpexec run` "
+                "or torchrun, or without these variables; inside a rank of an executor there is nothing to attach to."
             )
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         here = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else world_size

@@ -32,8 +32,8 @@ def check_place() -> None:
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
         raise WrongStateError(
-            "call MPExecutor.attach before the event loop runs: in a worker it serves on a loop of its own. The executor "
-            "belongs to no loop, and can be used on any later.",
+            "call MPExecutor.attach before the event loop runs: in a worker it serves on a loop of its own. The "
+            "executor belongs to no loop, and can be used on any later.",
             state="NEW",
         )
 

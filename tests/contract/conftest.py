@@ -63,7 +63,10 @@ _jobs: list[tuple[Executor, list[subprocess.Popen[bytes]]]] = []
 def attach(agent: Any, world_size: int, **options: Any) -> Executor:
     """An attached executor: this process is the first of a job, and the others are started for it."""
     variables = {
-        **{"RANK": "0", "WORLD_SIZE": f"{world_size + 1}", "MASTER_ADDR": "here", "MASTER_PORT": "1"},
+        "RANK": "0",
+        "WORLD_SIZE": f"{world_size + 1}",
+        "MASTER_ADDR": "here",
+        "MASTER_PORT": "1",
         "TORCHELASTIC_RUN_ID": f"contract-{os.getpid()}-{time.monotonic_ns()}",
     }
     environ = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -16,7 +16,7 @@ import time
 import warnings
 from typing import Any
 
-from mpexec import ModelAgent, MPExecutor, MpexecError
+from mpexec import ModelAgent, MpexecError, MPExecutor
 
 RANK = os.environ.get("RANK")
 OPTIONS: dict[str, Any] = {"device": "cpu", "init_process_group": False, "init_timeout": 30.0}

@@ -48,7 +48,9 @@ def job_variables(rank: int, world_size: int, run_id: str) -> dict[str, str | No
     return {
         **{name: str(rank) for name in ("RANK", "LOCAL_RANK")},
         **{name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": run_id},
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": run_id,
     }
 
 
@@ -151,7 +153,9 @@ def test_a_script_does_the_same_as_a_program_and_as_a_job(way: str) -> None:
     assert sorted(one["worker"] for one in workers) == ([] if way == "program" else ["1", "2"])
 
 
-@pytest.mark.parametrize("way", ["mpexec run", *(pytest.param(w, marks=pytest.mark.slow) for w in ("program", "torchrun"))])
+@pytest.mark.parametrize(
+    "way", ["mpexec run", *(pytest.param(w, marks=pytest.mark.slow) for w in ("program", "torchrun"))]
+)
 def test_the_example_reduces_over_all_ranks(way: str) -> None:
     done = launched(way, "examples/attach.py")
     assert (done.returncode, done.stdout) == (0, "[3.5, 3.5]\n[4.5, 4.5]\n"), done.stderr
@@ -199,7 +203,7 @@ def test_a_script_may_take_long_to_end_in_a_worker(plain: Callable[..., PlainJob
 
 
 @pytest.mark.parametrize("reaped", [False, True])
-@pytest.mark.parametrize(("kind", "facts"), [("die", ("SIGKILL", None)), ("exit", (None, 7))])
+@pytest.mark.parametrize("kind, facts", [("die", ("SIGKILL", None)), ("exit", (None, 7))])
 def test_the_driver_hears_how_a_rank_has_ended(
     plain: Callable[..., PlainJob], kind: str, facts: tuple[str | None, int | None], reaped: bool
 ) -> None:
@@ -409,7 +413,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize(("environ", "options", "message"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("environ, options, message", REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_work_is_refused_in_every_process_before_it_waits(
     monkeypatch: pytest.MonkeyPatch, rank: str, environ: Any, options: dict[str, Any], message: str
 ) -> None:
