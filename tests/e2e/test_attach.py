@@ -426,6 +426,12 @@ def test_what_cannot_work_is_refused_in_every_process_before_it_waits(
     assert message in str(caught.value)
 
 
+def test_attach_warns_at_the_line_that_calls_it() -> None:
+    with pytest.warns(DeprecationWarning) as caught:
+        MPExecutor.attach(ModelAgent, world_size=1, device="cpu", init_process_group=False).release()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_a_job_is_attached_once(plain: Callable[..., PlainJob]) -> None:
     job = plain("twice")
     found = job.end()
