@@ -104,9 +104,9 @@ class AttachedGroup(RankGroup):
 
     def _start_processes(self, plans: list[RankPlan], payload: bytes) -> None:
         deadline = Deadline.after(self.spec.init_timeout)
+        if self._own:
+            super()._start_processes(plans[: self._own], payload)  # it takes longest
         with Meeting(self._job, self._own) as meeting:
-            if self._own:
-                super()._start_processes(plans[: self._own], payload)
             meeting.wait(deadline)
             for other, plan in zip(self._job.others, plans[self._own :], strict=True):
                 process, death_read = meeting.take(other)

@@ -127,7 +127,8 @@ def wait_for_lane(job: LaunchedJob, deadline: Deadline) -> ControlLane:
         _say_hello(post, job, deadline)
         poller = select.poll()
         poller.register(post.sock, select.POLLIN)
-        while poller.poll(deadline.poll_ms()) or not deadline.expired:
+        while not deadline.expired:  # whatever keeps coming
+            poller.poll(deadline.poll_ms())
             letter = post.receive()
             if letter is None:
                 continue
@@ -189,7 +190,8 @@ class Meeting:
         poller = select.poll()
         poller.register(self._post.sock, select.POLLIN)
         while len(self._here) < len(self._job.others):
-            if not poller.poll(deadline.poll_ms()) and deadline.expired:
+            poller.poll(deadline.poll_ms())
+            if deadline.expired:  # whatever keeps coming
                 raise self._missing()
             self._check_alive()
             letter = self._post.receive()

@@ -23,7 +23,7 @@ from mpexec import ConfigError, ModelAgent, MPExecutor, StartupError, WrongState
 from mpexec.deadline import Deadline
 from mpexec.processes.environment import apply_changes
 from mpexec.processes.launched import LaunchedJob
-from mpexec.processes.meeting import Meeting
+from mpexec.processes.meeting import Meeting, wait_for_lane
 
 pytestmark = [pytest.mark.spawn, pytest.mark.timeout(120)]
 
@@ -377,6 +377,31 @@ def test_what_is_not_a_hello_is_dropped() -> None:
             meeting.wait(Deadline.after(0.2))
 
 
+def test_a_flood_does_not_keep_the_deadline_from_coming() -> None:
+    job = job_of_tests()
+    ended = threading.Event()
+
+    def flood(name: str) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            while not ended.is_set():
+                with contextlib.suppress(OSError):
+                    other.sendto(b"x", socket.MSG_DONTWAIT, name)
+
+    for rank, wait in ((0, meet_others), (1, wait_for_lane)):
+        thread = threading.Thread(target=flood, args=(f"\0mpexec-attach-{job.key}-{rank}",))
+        thread.start()
+        with pytest.raises(StartupError, match=r"MPExecutor\.attach"):
+            wait(LaunchedJob(rank, 2, job.key), Deadline.after(0.2))
+        ended.set()
+        thread.join()
+        ended.clear()
+
+
+def meet_others(job: LaunchedJob, deadline: Deadline) -> None:
+    with Meeting(job, 0) as meeting:
+        meeting.wait(deadline)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_what_another_user_sends_is_dropped() -> None:
     job = job_of_tests()
@@ -427,7 +452,7 @@ def test_what_cannot_work_is_refused_in_every_process_before_it_waits(
 
 
 def test_attach_warns_at_the_line_that_calls_it() -> None:
-    with pytest.warns(DeprecationWarning) as caught:
+    with pytest.warns(DeprecationWarning, match="build_executor") as caught:
         MPExecutor.attach(ModelAgent, world_size=1, device="cpu", init_process_group=False).release()
     assert [warning.filename for warning in caught] == [__file__]
 
