@@ -151,18 +151,20 @@ def meet(found: Found, seconds: float = 30.0) -> None:
         found.error(error)
 
 
-def die_when_met(found: Found) -> None:
-    """Process 1 ends when it has met the driver, which waits for process 2 yet."""
+def wait_for_another(found: Found, path: str = "") -> None:
+    """Process 1 has met the driver, which waits for process 2 yet: it makes a file then, or ends."""
     from mpexec.worker import attached
 
     wait_for_lane = attached.wait_for_lane
 
-    def die(*args: Any) -> Any:
-        wait_for_lane(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def met(*args: Any) -> Any:
+        lane = wait_for_lane(*args)
+        if not path:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(path, "w"):
+            return lane
 
-    if RANK == "1":
-        attached.wait_for_lane = die  # type: ignore[assignment]
+    attached.wait_for_lane = met
     meet(found)
 
 

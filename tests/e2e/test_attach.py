@@ -178,6 +178,7 @@ def test_ranks_see_their_own_variables_and_go_back_to_the_job(plain: Callable[..
         assert objects(job.texts[rank]) == [{"worker": str(rank), "now": str(rank), "handler": True}]
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_find_each_their_own(plain: Callable[..., PlainJob]) -> None:
     jobs = [plain("work"), plain("work")]
     for job in jobs:
@@ -193,6 +194,7 @@ def test_a_restarted_job_attaches_again(tmp_path: Path) -> None:
     assert "restart 1 of 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_may_take_long_to_end_in_a_worker(plain: Callable[..., PlainJob]) -> None:
     job = plain("linger")
     job.end()
@@ -202,8 +204,15 @@ def test_a_script_may_take_long_to_end_in_a_worker(plain: Callable[..., PlainJob
 # -- failures in a call ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reaped", [False, True])
-@pytest.mark.parametrize("kind, facts", [("die", ("SIGKILL", None)), ("exit", (None, 7))])
+@pytest.mark.parametrize(
+    "kind, facts, reaped",
+    [
+        ("die", ("SIGKILL", None), True),
+        ("exit", (None, 7), False),
+        pytest.param("die", ("SIGKILL", None), False, marks=pytest.mark.slow),
+        pytest.param("exit", (None, 7), True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_driver_hears_how_a_rank_has_ended(
     plain: Callable[..., PlainJob], kind: str, facts: tuple[str | None, int | None], reaped: bool
 ) -> None:
@@ -252,6 +261,7 @@ def test_the_launcher_names_the_rank_that_was_killed() -> None:
     assert "mpexec: rank 2 (local rank 2" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_driver_is_the_root_cause_for_the_launcher(tmp_path: Path) -> None:
     done = launched("mpexec run", SCRIPT, "stuck", f"path={json.dumps(str(tmp_path / 'stuck'))}", 'kind="die"')
     assert done.returncode == 137
@@ -273,7 +283,7 @@ def test_ctrl_c_is_the_drivers_and_lets_the_workers_go(tmp_path: Path) -> None:
 # -- failures of the start -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver_is_rank", [False, True])
+@pytest.mark.parametrize("driver_is_rank", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_built_fails_the_start_and_its_own_process(
     plain: Callable[..., PlainJob], driver_is_rank: bool
 ) -> None:
@@ -296,9 +306,10 @@ def test_a_process_that_does_not_come_is_named_and_the_others_are_let_go(plain: 
     job = plain("meet", "seconds=1.5", ranks=range(2))
     found = job.end()
     assert found["error"] == "StartupError"
-    assert "process 2 of the job (of 3) did not call MPExecutor.attach" in found["text"]
-    assert job.codes[0] == 0
-    assert job.processes[1].returncode == 0 or "process 0 of the job waits for other processes" in job.texts[1]
+    assert "2 of the job (of 3) did not call MPExecutor.attach" in found["text"]
+    # The driver may have given up before a busy machine had started process 1.
+    assert job.codes in ([0, 0], [0, 1])
+    assert job.codes[1] == 0 or "process 0 of the job" in job.texts[1]
 
 
 def test_a_driver_that_does_not_come_is_not_waited_for_longer_than_asked(plain: Callable[..., PlainJob]) -> None:
@@ -309,47 +320,32 @@ def test_a_driver_that_does_not_come_is_not_waited_for_longer_than_asked(plain: 
 
 
 def test_a_process_that_ends_before_all_have_come_is_named(plain: Callable[..., PlainJob]) -> None:
-    job = plain("die_when_met", ranks=range(2))
+    job = plain("wait_for_another", ranks=range(2))
     found = job.end()
     assert found["error"] == "StartupError"
     assert f"process 1 of the job (pid {job.processes[1].pid}) killed by SIGKILL" in found["text"]
 
 
-def test_a_driver_that_ends_while_others_are_waited_for_lets_them_go(plain: Callable[..., PlainJob]) -> None:
-    job = plain("meet", ranks=range(2))
-    fds = Path(f"/proc/{job.processes[1].pid}/fd")
-    until(lambda: sum("socket:" in os.readlink(fd) for fd in fds.iterdir()) == 1 and holds_lane(job.processes[1].pid))
+def test_a_driver_that_ends_while_others_are_waited_for_lets_them_go(
+    plain: Callable[..., PlainJob], tmp_path: Path
+) -> None:
+    job = plain("wait_for_another", f"path={json.dumps(str(tmp_path / 'met'))}", ranks=range(2))
+    until((tmp_path / "met").exists)
     job.processes[0].kill()
     job.end()
     assert job.codes == [-9, 0]
 
 
-def holds_lane(pid: int) -> bool:
-    """True once a worker has been answered: its own name is given up, and it has its lane."""
-    nodes = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if "mpexec-attach" in line}
-    held = {os.readlink(fd).strip("socket:[]") for fd in Path(f"/proc/{pid}/fd").iterdir()}
-    return not nodes & held
-
-
-def test_ctrl_c_while_others_are_waited_for_ends_all(plain: Callable[..., PlainJob]) -> None:
-    job = plain("meet", ranks=range(2))
-    until(lambda: job.run_id and has_name(job, 0) and holds_lane(job.processes[1].pid))
+@pytest.mark.slow
+def test_ctrl_c_while_others_are_waited_for_ends_all(plain: Callable[..., PlainJob], tmp_path: Path) -> None:
+    job = plain("wait_for_another", f"path={json.dumps(str(tmp_path / 'met'))}", ranks=range(2))
+    until((tmp_path / "met").exists)
     for process in job.processes.values():
         process.send_signal(signal.SIGINT)
     job.end()
-    assert set(job.codes) <= {0, 1, 130, -2}
+    assert job.codes[0] == -signal.SIGINT
     assert "KeyboardInterrupt" in job.texts[0]
-
-
-def has_name(job: PlainJob, rank: int) -> bool:
-    """True once a process of the job can be found."""
-    return f"@mpexec-attach-{key_of(job)}-{rank}\n" in Path("/proc/net/unix").read_text()
-
-
-def key_of(job: PlainJob) -> str:
-    found = LaunchedJob.find(job.environ(0))
-    assert found is not None
-    return found.key
+    assert job.codes[1] in (0, -signal.SIGINT)  # let go, or interrupted itself
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
