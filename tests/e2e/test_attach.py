@@ -98,6 +98,11 @@ def plain() -> Iterator[Callable[..., PlainJob]]:
     for process in (process for job in made for process in job.processes.values()):
         process.kill()
         process.communicate()
+    names = Path("/proc/net/unix").read_text()
+    for job in made:
+        found = LaunchedJob.find(job.environ(0))
+        assert found is not None
+        assert found.key not in names
 
 
 def launched(way: str, *args: str) -> subprocess.CompletedProcess[str]:
