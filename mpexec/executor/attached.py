@@ -96,6 +96,8 @@ def _check_env(spec: WorkerSpec, rank: int) -> None:
 class AttachedGroup(RankGroup):
     """As `RankGroup`; its ranks are processes of a job, and rank 0 a child of the driver where that is asked for."""
 
+    _grace_share = 0.25  # well before the first signal, which the launcher would take for a failure
+
     def __init__(self, spec: WorkerSpec, abort: StartAbort | None, *, job: LaunchedJob, driver_is_rank: bool) -> None:
         super().__init__(spec, abort)
         self._job = job

@@ -33,6 +33,8 @@ class RankGroup:
         rungs: What it took to end each rank: "exited", "asked", "TERM", "KILL" or "unkillable".
     """
 
+    _grace_share = 0.4  # of the time to end all; then a rank that was asked to exit ends itself
+
     def __init__(self, spec: WorkerSpec, abort: StartAbort | None = None) -> None:
         self.spec = spec
         self.processes: list[RankProcess] = []
@@ -125,7 +127,7 @@ class RankGroup:
         """
         with self._end_lock:
             if self.processes and os.getpid() == self.owner_pid and len(self.rungs) < len(self.processes):
-                grace = (deadline.remaining() or 0.0) * 0.4
+                grace = (deadline.remaining() or 0.0) * self._grace_share
                 self.rungs = end_processes(
                     self.processes,
                     deadline,

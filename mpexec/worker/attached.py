@@ -21,6 +21,9 @@ from mpexec.transport.lane import ControlLane, LaneClosed, LaneTimeout
 from mpexec.worker.main import STACK_SIGNAL, build_rank, serve_rank
 
 
+_MARGIN_S = 5.0
+
+
 def check_place() -> None:
     """Raise where a process of a job cannot serve; called in all of them, so that all say the same.
 
@@ -46,10 +49,10 @@ def serve_as_rank(job: LaunchedJob, init_timeout: float) -> NoReturn:
         StartupError: The driver did not come before `init_timeout`, or did not go on.
         BaseException: What kept the rank from becoming ready; the driver has been told.
     """
-    deadline = Deadline.after(init_timeout)
-    lane = wait_for_lane(job, deadline)
+    lane = wait_for_lane(job, Deadline.after(init_timeout))
     try:
-        boot, env = _accept(lane, deadline)
+        # The driver's own deadline for the others comes first, so that it can say who is missing.
+        boot, env = _accept(lane, Deadline.after(init_timeout + _MARGIN_S))
         with _as_rank(boot, env):
             code = serve_rank(build_rank(boot, attached=True))
     finally:
