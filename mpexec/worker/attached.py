@@ -20,7 +20,6 @@ from mpexec.processes.meeting import PHASE, Invitation, wait_for_lane
 from mpexec.transport.lane import ControlLane, LaneClosed, LaneTimeout
 from mpexec.worker.main import STACK_SIGNAL, build_rank, serve_rank
 
-
 _MARGIN_S = 5.0
 
 
