@@ -33,6 +33,8 @@ class RankGroup:
         rungs: What it took to end each rank: "exited", "asked", "TERM", "KILL" or "unkillable".
     """
 
+    _grace_share = 0.4  # of the time to end all; then a rank that was asked to exit ends itself
+
     def __init__(self, spec: WorkerSpec, abort: StartAbort | None = None) -> None:
         self.spec = spec
         self.processes: list[RankProcess] = []
@@ -57,23 +59,27 @@ class RankGroup:
         plans = [
             RankPlan(
                 rank=rank,
-                env=rank_environment(rank, spec.world_size, _env_of(spec, rank), threads=spec.threads_per_rank()),
+                env=rank_environment(rank, spec.world_size, env_of(spec, rank), threads=spec.threads_per_rank()),
                 fds=fds_of(rank),
                 title=f"mpexec-rank{rank}",
             )
             for rank in spec.topology.ranks
         ]
-        self.processes = launch(
-            plans,
-            start_method=spec.start_method,
-            entry=_ENTRY,
-            payload=payload,
-            allow_unsafe_fork=spec.allow_unsafe_fork,
-        )
+        self._start_processes(plans, payload)
         # Only now: "fork" is refused where threads run, and this is one.
         self._monitor = Monitor()
         for process in self.processes:
             self._monitor.watch(process, self._message, self._death)
+
+    def _start_processes(self, plans: list[RankPlan], payload: bytes) -> None:
+        """Fill `processes`."""
+        self.processes = launch(
+            plans,
+            start_method=self.spec.start_method,
+            entry=_ENTRY,
+            payload=payload,
+            allow_unsafe_fork=self.spec.allow_unsafe_fork,
+        )
 
     @property
     def monitor(self) -> Monitor:
@@ -121,7 +127,7 @@ class RankGroup:
         """
         with self._end_lock:
             if self.processes and os.getpid() == self.owner_pid and len(self.rungs) < len(self.processes):
-                grace = (deadline.remaining() or 0.0) * 0.4
+                grace = (deadline.remaining() or 0.0) * self._grace_share
                 self.rungs = end_processes(
                     self.processes,
                     deadline,
@@ -145,7 +151,8 @@ class RankGroup:
             process.close()
 
 
-def _env_of(spec: WorkerSpec, rank: int) -> dict[str, str | None]:
+def env_of(spec: WorkerSpec, rank: int) -> dict[str, str | None]:
+    """The user's variables for a rank, None removes."""
     return {**spec.env, **(spec.env_per_rank[rank] if spec.env_per_rank else {})}
 
 

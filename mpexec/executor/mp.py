@@ -86,10 +86,38 @@ class MPExecutor(Executor):
             cancel=abort.ask,
         )
 
+    @classmethod
+    def attach(cls, agent: Callable[..., Any] | WorkerSpec, *, driver_is_rank: bool = False, **options: Any) -> Self:
+        """The executor over the processes of a launched job (`mpexec run`, torchrun); without a job an ordinary one.
+
+        In a job, every process calls this, with the same arguments. Process 0 becomes the driver and gets the executor
+        back. All others become its ranks and do not return: they serve until they are released, then end by
+        `SystemExit(0)`, so that the script's own `finally` blocks and exit handlers run. A rank whose model cannot be
+        built raises that error. Once in a job; in the main thread, before an event loop runs.
+
+        Args:
+            agent: As for the constructor.
+            driver_is_rank: Rank 0 of the executor is a process that the driver starts itself, so that a job of N
+                processes gives N ranks; otherwise it gives N - 1.
+            options: As for the constructor. `world_size` may be left out in a job; without one it is needed. `env` is
+                set while a process serves; what is read at its start is the launcher's to set.
+
+        Raises:
+            ConfigError: A job on several machines, or whose size contradicts the options.
+            StartupError: A process did not come before `init_timeout`, or failed; all that had come are let go.
+            WrongStateError: This job has been attached before.
+        """
+        from mpexec.executor.attached import enter_job
+
+        job_options = enter_job(agent, driver_is_rank, options)  # does not return in a worker
+        warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
+        return cls(agent, **job_options, _warn=False)
+
     def __init__(self, agent: Callable[..., Any] | WorkerSpec, **options: Any) -> None:
         if options.pop("_warn", True):
             warnings.warn(DEPRECATED, DeprecationWarning, stacklevel=2)
         abort: StartAbort | None = options.pop("_abort", None)
+        make_group: Callable[[WorkerSpec, StartAbort | None], RankGroup] = options.pop("_group", RankGroup)
         super().__init__(agent, **options)
         refuse_while_importing_main()
         self._enter(State.STARTING)
@@ -101,7 +129,7 @@ class MPExecutor(Executor):
             self._outbox = Outbox(self._link, self._calls)
             self._inbox = Inbox(self._link.board, [link.replies for link in self._link.ranks], self._outbox, self)
             stack.callback(self._inbox.close)
-            self._group = RankGroup(self.spec, abort)
+            self._group = make_group(self.spec, abort)
             stack.callback(self._group.close)
             stack.callback(self._group.end, Deadline.after(self.spec.init_timeout))
             self._start_processes()

@@ -104,15 +104,23 @@ def reset_signals() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def arm_parent_death(death_fd: int, group: int) -> None:
+def arm_parent_death(death_fd: int, group: int, *, alone: bool = False) -> None:
     """Let the kernel kill process group `group` when the last write end of `death_fd`'s pipe is closed.
 
     It needs no thread of that group, and no GIL. The setting belongs to the open pipe end, so either side may make it,
     and it holds as long as anybody has that end open.
+
+    Args:
+        alone: Kill only the process of that number: it shares its group with others.
     """
-    fcntl.fcntl(death_fd, fcntl.F_SETOWN, -group)
+    fcntl.fcntl(death_fd, fcntl.F_SETOWN, group if alone else -group)
     fcntl.fcntl(death_fd, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(death_fd, fcntl.F_SETFL, fcntl.fcntl(death_fd, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def disarm_parent_death(death_fd: int) -> None:
+    """Undo `arm_parent_death`, whoever else has the pipe's end open."""
+    fcntl.fcntl(death_fd, fcntl.F_SETFL, fcntl.fcntl(death_fd, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 def main(control: int, death_fd: int) -> None:
@@ -183,7 +191,7 @@ class _Phases:
 def _settle(message: BootMessage, death_fd: int) -> None:
     """Everything that must hold before code of the user runs."""
     arm_parent_death(death_fd, os.getpgrp())
-    if _hung_up(death_fd):  # the driver died before the line above: no signal will come
+    if hung_up(death_fd):  # the driver died before the line above: no signal will come
         os._exit(0)
     if message.environ is not None:
         os.environ.clear()
@@ -195,7 +203,8 @@ def _settle(message: BootMessage, death_fd: int) -> None:
     set_process_title(message.title)
 
 
-def _hung_up(fd: int) -> bool:
+def hung_up(fd: int) -> bool:
+    """True if the other end of a pipe or socket is closed, whatever is still to be read."""
     poller = select.poll()
     poller.register(fd, 0)
     return bool(poller.poll(0))

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpexec.transport import linux
+
+_EXIT_CODE = 49  # field of `/proc/PID/stat`, counted from the one behind the name
+
 
 class ExitStatus(NamedTuple):
     """How a process ended; both None when nobody could tell."""
@@ -50,7 +54,7 @@ class Death:
         if self.reason:
             return f"on node {self.node} ended: {self.reason}"
         if self.signal_name is None:
-            return "ended; its exit status is not known (another part of the program, or a fork server, took it)"
+            return "ended; its exit status is not known (whoever started it, or another part of the program, took it)"
         if self.sent_by_us:
             return f"killed by {self.signal_name} (sent by mpexec)"
         if self.out_of_memory:
@@ -84,6 +88,30 @@ def reap(pidfd: int) -> ExitStatus | None:
     if result.si_code == os.CLD_EXITED:
         return ExitStatus(result.si_status, None)
     return ExitStatus(None, result.si_status)
+
+
+def read_status(pid: int, pidfd: int) -> ExitStatus:
+    """The exit status of a process that has ended and is another one's child; unknowns where nobody can tell.
+
+    Until its parent takes the status, `/proc` shows it; afterwards the pidfd does (Linux 6.15 and newer). Never waits.
+    """
+    status = _zombie_status(pid, pidfd)
+    if status is None:
+        status = linux.pidfd_exit_status(pidfd)
+    if status is None:
+        return ExitStatus(None, None)
+    number = os.WTERMSIG(status)
+    return ExitStatus(None, number) if number else ExitStatus(os.WEXITSTATUS(status), None)
+
+
+def _zombie_status(pid: int, pidfd: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+        signal.pidfd_send_signal(pidfd, 0)  # after the reading: the number was still its own
+    except OSError:
+        return None
+    return int(fields[_EXIT_CODE]) if fields[0] == "Z" and len(fields) > _EXIT_CODE else None
 
 
 def memory_kills() -> int | None:

@@ -68,7 +68,7 @@ def _drop_ended(processes: Sequence[RankProcess], rung: str, rungs: dict[int, st
     """Note `rung` for those that have ended; give back the others."""
     left = []
     for process in processes:
-        if process.poll_death() is not None or process.pidfd.closed:
+        if process.is_over():
             rungs[process.rank] = rung
         else:
             left.append(process)
@@ -83,14 +83,17 @@ def _wait(
     waiting = {}
     for process in processes:
         if not (give_up_stopped and process.state() == "stopped"):
-            waiting[process.pidfd.fd] = process
-            poller.register(process.pidfd.fd, select.POLLIN)
+            events = process.end_events()
+            for fd, event in events.items():
+                poller.register(fd, event)
+                waiting[fd] = events
     while waiting:
         ready = poller.poll(deadline.poll_ms())
-        for fd, _ in ready:
+        for first, _ in ready:
             # Out of the set in any case: one that claims to have ended and cannot be reaped must not spin here.
-            poller.unregister(fd)
-            del waiting[fd]
+            for fd in waiting.get(first, ()):
+                poller.unregister(fd)
+                del waiting[fd]
         if not ready:
             break
     return _drop_ended(processes, rung, rungs)

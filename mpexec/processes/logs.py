@@ -9,6 +9,7 @@ import os
 import select
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from mpexec.transport.linux import OwnedFd
@@ -33,10 +34,11 @@ class RankLog:
     stdout, so it has a lock of its own: `drain` and `last_lines` never wait for it.
     """
 
-    def __init__(self, rank: int, label: str = "") -> None:
+    def __init__(self, rank: int, label: str = "", *, streams: Sequence[str] = ("stdout", "stderr")) -> None:
+        """Open a pipe for each of `streams`; () for a rank whose output goes elsewhere, of which no line is known."""
         self.rank = rank
         self._label = label or f"rank {rank}"
-        self._pipes = {name: _Pipe() for name in ("stdout", "stderr")}
+        self._pipes = {name: _Pipe() for name in streams}
         self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self._unshown: collections.deque[tuple[str, list[str]]] = collections.deque()
         self._reading = threading.RLock()

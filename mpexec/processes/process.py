@@ -179,7 +179,7 @@ class RankProcess:
         if os.getpid() != self._owner:
             return
         with self._lock:
-            if not self.pidfd.closed and self.poll_death() is None:
+            if not self.is_over():
                 self.send_signal(signal.SIGKILL)
                 self._await_end(_CLOSE_SECONDS)
             # Its closing kills what is left of the group, so it comes after the reaping.
@@ -187,6 +187,14 @@ class RankProcess:
             self.lane.close()
             self.log.close()
             self.pidfd.close()
+
+    def is_over(self) -> bool:
+        """True once there is nothing of it to be ended, or to be waited for."""
+        return self.poll_death() is not None or self.pidfd.closed
+
+    def end_events(self) -> dict[int, int]:
+        """What to poll for a change of `is_over`: descriptors and their events."""
+        return {self.pidfd.fd: select.POLLIN}
 
     def _await_end(self, seconds: float) -> None:
         poller = select.poll()

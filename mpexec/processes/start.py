@@ -177,8 +177,11 @@ def death_pipe() -> tuple[OwnedFd, OwnedFd]:
     return OwnedFd(read_end), OwnedFd(write_end)
 
 
-def hand_over(lane: ControlLane, message: BootMessage, fds: Mapping[str, int]) -> None:
-    """Send a rank its boot message. It need not have started; one that is dead already is seen by its pidfd."""
+def hand_over(lane: ControlLane, message: object, fds: Mapping[str, int]) -> None:
+    """Send a rank its first message, with our pidfd ahead of `fds`.
+
+    It need not have started; one that is dead already is seen by its pidfd.
+    """
     ourselves = pidfd_open(os.getpid())
     try:
         with contextlib.suppress(LaneClosed):

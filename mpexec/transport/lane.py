@@ -7,6 +7,7 @@ memfd whose descriptor comes first among those of the packet, so that no message
 from __future__ import annotations
 
 import array
+import contextlib
 import mmap
 import os
 import pickle
@@ -180,6 +181,11 @@ class ControlLane:
                 _close_all(fds)
                 raise TransportError("a control message came in part: the limit of open descriptors is reached")
             return data, fds
+
+    def hang_up(self) -> None:
+        """End the lane for both sides, and wake whoever polls or waits on either; the number stays open."""
+        with contextlib.suppress(OSError):  # closed already, here or there
+            self._owned.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close this end; again changes nothing. Whoever polls the number must have stopped before."""

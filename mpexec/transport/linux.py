@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import platform
 import signal
+import struct
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,6 +26,9 @@ _SYSCALLS = {"memfd_create": {"x86_64": 319, "aarch64": 279}, "eventfd2": {"x86_
 # pidfd_open has one number on every architecture
 _PIDFD_OPEN = 434
 _PIDFD_SEND_SIGNAL = 424
+# _IOWR(0xFF, 11, struct pidfd_info), of which the first 64 bytes are enough: a mask first, the exit status last.
+_PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
+_PIDFD_INFO_EXIT = 1 << 3
 _MFD_CLOEXEC = 1
 _EFD_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
 _PR_SET_NAME = 15
@@ -121,6 +126,17 @@ def pidfd_send_signal(pidfd: int, signum: int) -> None:
                 None,
                 ctypes.c_uint(0),
             )
+
+
+def pidfd_exit_status(pidfd: int) -> int | None:
+    """The wait status of a process that has ended and been reaped; None where the kernel (before 6.15) has none."""
+    request = struct.pack("=Q52xi", _PIDFD_INFO_EXIT, 0)
+    try:
+        answer = fcntl.ioctl(pidfd, _PIDFD_GET_INFO, request)
+    except OSError:
+        return None
+    mask, status = struct.unpack("=Q52xi", answer)
+    return status if mask & _PIDFD_INFO_EXIT else None
 
 
 _libc.mmap.restype = ctypes.c_void_p

@@ -42,12 +42,15 @@ class ControlThread:
         driver_pidfd: Becomes readable when the driver ends. A process that the user's program forked may hold the
             lane's other end open, so that its end alone is not enough.
         server: The rank's server.
+        attached: A launcher has started this process, perhaps in one group with itself: only this process is ended with
+            the driver, and one that the driver has asked to exit has done nothing that its launcher calls a failure.
     """
 
-    def __init__(self, lane: ControlLane, driver_pidfd: int, server: RankServer) -> None:
+    def __init__(self, lane: ControlLane, driver_pidfd: int, server: RankServer, *, attached: bool = False) -> None:
         self._lane = lane
         self._driver_pidfd = driver_pidfd
         self._server = server
+        self._attached = attached
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
         self._early: list[Any] = []
@@ -72,7 +75,12 @@ class ControlThread:
         self._leaving.set()
 
     def bound_exit(self, code: int, seconds: float) -> None:
-        """End the process with `code` after `seconds`, should its orderly exit get stuck."""
+        """End the process with `code` after `seconds`, should its orderly exit get stuck.
+
+        An attached rank that was asked to exit goes back to its launcher, and the driver sees to it until then.
+        """
+        if self._attached and self.exit_asked:
+            return
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1.0)  # the last resort, which needs no GIL
 
@@ -96,6 +104,8 @@ class ControlThread:
         except (TransportError, OSError) as error:
             logger.debug("control lane ended: %s", error)
         if not self._leaving.is_set():
+            if self._attached:
+                os.kill(os.getpid(), signal.SIGKILL)
             os.killpg(0, signal.SIGKILL)
 
     def _handle(self, message: tuple[Any, ...]) -> None:
@@ -146,4 +156,4 @@ class ControlThread:
         except (RuntimeError, MpexecError) as error:
             logger.debug("process groups could not be aborted: %s", error)
         if not self._leaving.wait(seconds * 0.5):
-            os._exit(EXIT_ABORTED)
+            os._exit(0 if self._attached else EXIT_ABORTED)

@@ -48,9 +48,40 @@ STACK_SIGNAL = signal.SIGRTMAX - 1
 _LEAVE_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank that is ready to serve."""
+
+    spec: WorkerSpec
+    worker: BaseWorker
+    server: RankServer
+    control: ControlThread
+    bell: int
+
+
 def rank_main(boot: Boot) -> None:
     """Run one rank to its end. Called once, in the main thread of a fresh process."""
+    try:
+        rank = build_rank(boot)
+    except Exception:
+        # Other threads of a half-built model may hold the interpreter; the failure has been told, so leave at once.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    _end_process(serve_rank(rank))
+
+
+def build_rank(boot: Boot, *, attached: bool = False) -> Rank:
+    """Connect with the driver, build the worker, and tell the driver how that went.
+
+    Args:
+        attached: The process is not ours to end: see `ControlThread`.
+
+    Raises:
+        BaseException: What went wrong; the driver has been told.
+    """
     phase = ["connect"]
+    control: ControlThread | None = None
 
     def report(text: str) -> None:
         phase[0] = text
@@ -60,7 +91,7 @@ def rank_main(boot: Boot) -> None:
         stack_signal = _register_stacks(boot.fds["stacks"])
         link, pickled = pickle.loads(boot.payload)
         server = _connect(boot, link)
-        control = ControlThread(boot.lane, boot.driver_pidfd, server)
+        control = ControlThread(boot.lane, boot.driver_pidfd, server, attached=attached)
         control.start()
         report("unpickle spec")
         spec: WorkerSpec = pickle.loads(pickled)
@@ -75,14 +106,11 @@ def rank_main(boot: Boot) -> None:
         boot.lane.send(("ready", Ready(boot.rank, os.getpid(), worker.method_names(), stack_signal, facts)))
     except BaseException as error:
         failure = Failure.of(error, call_id=0, rank=boot.rank, method=phase[0], dumps=dumps)
+        if control is not None:
+            control.left_cleanly()
         boot.lane.send(("failed", phase[0], failure))
-        if not isinstance(error, Exception):
-            raise
-        # Other threads of a half-built model may hold the interpreter; the failure has been told, so leave at once.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    _serve(spec, worker, server, control, boot.fds["call_bell"])
+        raise
+    return Rank(spec, worker, server, control, boot.fds["call_bell"])
 
 
 def _register_stacks(fd: int) -> int:
@@ -101,12 +129,17 @@ def _connect(boot: Boot, link: LinkFacts) -> RankServer:
     return RankServer(rank, calls, replies, (fds["bell_0"], fds["bell_1"], fds["bell_2"]))
 
 
-def _serve(spec: WorkerSpec, worker: BaseWorker, server: RankServer, control: ControlThread, bell: int) -> None:
+def serve_rank(rank: Rank) -> int:
+    """Serve until the driver has the rank exit, or it exits by itself; then clean up. Returns its exit code.
+
+    A process that exits by itself, and one that is not attached, is ended within a bound from here on.
+    """
     gc.freeze()  # what building left is permanent; collections need not look at it again
-    selector = RingSelector(bell, server.has_news, server.serve_calls, server.park)
+    control, server = rank.control, rank.server
+    selector = RingSelector(rank.bell, server.has_news, server.serve_calls, server.park)
     loop = RankLoop(selector)
     asyncio.set_event_loop(loop)
-    loop.add_reader(bell, lambda: None)  # it only has to end the sleep
+    loop.add_reader(rank.bell, lambda: None)  # it only has to end the sleep
     code = 0
     try:
         control.use_loop(loop)
@@ -120,9 +153,10 @@ def _serve(spec: WorkerSpec, worker: BaseWorker, server: RankServer, control: Co
         code = 1
         logger.exception("the rank's loop failed")
     control.left_cleanly()
-    control.bound_exit(code, max(_LEAVE_S, spec.stop_timeout / 4))
-    _leave(loop, worker, server, clean=control.exit_asked)
-    _end_process(code)
+    control.bound_exit(code, max(_LEAVE_S, rank.spec.stop_timeout / 4))
+    _leave(loop, rank.worker, server, clean=control.exit_asked)
+    asyncio.set_event_loop(None)
+    return code
 
 
 def _end_process(code: int) -> NoReturn:

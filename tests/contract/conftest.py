@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -10,6 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,9 +25,11 @@ ON_RAY = pytest.param(
     "ray",
     marks=pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra: pip install 'mpexec[ray]'"),
 )
-KINDS = ("uni", "mp", ON_RAY)
+# The ranks are processes of a job, and the driver is this process. All of it is slow: `MPExecutor` runs the same tests.
+ATTACHED = pytest.param("attached", marks=pytest.mark.slow)
+KINDS = ("uni", "mp", ATTACHED, ON_RAY)
 # For the differences between the kinds that the design names.
-only_apart = pytest.mark.parametrize("kind", ["mp", ON_RAY], indirect=True, scope="module")
+only_apart = pytest.mark.parametrize("kind", ["mp", ATTACHED, ON_RAY], indirect=True, scope="module")
 only_mp = pytest.mark.parametrize("kind", ["mp"], indirect=True, scope="module")
 only_uni = pytest.mark.parametrize("kind", ["uni"], indirect=True, scope="module")
 PATIENCE = 20.0  # seconds after which an event that a test waits for counts as lost
@@ -41,11 +47,65 @@ def class_of(kind: str) -> type[Executor]:
 def build(kind: str, agent: Any = Agent, **options: Any) -> Executor:
     """An executor of a kind: two spawned ranks for "mp", two actors for "ray", and no process group: it is quick."""
     options = {"device": "cpu", "init_process_group": False, "init_timeout": 60.0, **options}
+    if kind == "attached":
+        return attach(agent, **{"world_size": 2, **options})
     own = {"uni": {}, "mp": {"world_size": 2, "start_method": "spawn"}, "ray": {"world_size": 2, "cpus_per_rank": 0.01}}
     options = {**options, "world_size": 1} if kind == "uni" else {**own[kind], **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return class_of(kind)(agent, **options)
+
+
+_WORKER = "from mpexec import MPExecutor, ModelAgent; MPExecutor.attach(ModelAgent, init_timeout=60.0)"
+_jobs: list[tuple[Executor, list[subprocess.Popen[bytes]]]] = []
+
+
+def attach(agent: Any, world_size: int, **options: Any) -> Executor:
+    """An attached executor: this process is the first of a job, and the others are started for it."""
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": f"{world_size + 1}",
+        "MASTER_ADDR": "here",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": f"contract-{os.getpid()}-{time.monotonic_ns()}",
+    }
+    environ = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
+    workers = [
+        subprocess.Popen([sys.executable, "-c", _WORKER], env={**environ, "RANK": str(rank)})
+        for rank in range(1, world_size + 1)
+    ]
+    # Some tests make their executor on a running loop or in a thread, which in a real job a worker could not.
+    anywhere = mock.patch("mpexec.executor.attached.check_place")
+    try:
+        with mock.patch.dict(os.environ, variables), anywhere, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            executor = MPExecutor.attach(agent, world_size=world_size, **options)
+    except BaseException:
+        await_workers(workers)
+        raise
+    _jobs.append((executor, workers))
+    return executor
+
+
+def await_workers(workers: list[subprocess.Popen[bytes]]) -> None:
+    """As their launcher does: wait for the end of those that have been let go."""
+    for worker in workers:
+        worker.wait(PATIENCE)
+
+
+def end_jobs() -> None:
+    """Wait for the workers of all attached executors that have been released."""
+    for executor, workers in list(_jobs):
+        if executor.state is State.RELEASED:
+            await_workers(workers)
+            _jobs.remove((executor, workers))
+
+
+@pytest.fixture(autouse=True)
+def ended_jobs() -> Iterator[None]:
+    """What a test has released is gone when it ends."""
+    yield
+    end_jobs()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -77,6 +137,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for index, (kind, agent, executor) in enumerate(_shared):
         if not _usable(executor):
             executor.release()
+            end_jobs()
             _shared[index] = kind, agent, warm(build(kind, agent))
 
 
@@ -87,6 +148,7 @@ def shared(kind: str, request: pytest.FixtureRequest) -> Iterator[None]:
     _shared.append((kind, agent, warm(build(kind, agent))))
     yield
     _shared.pop()[2].release()
+    end_jobs()
 
 
 @pytest.fixture

@@ -1,0 +1,255 @@
+"""How the processes of a launched job find each other: by names that each can work out, without a port and a wait.
+
+Each binds a datagram socket to a name of its own in the abstract namespace, which ends with the process, and only then
+calls out to the others: whoever comes later finds who came earlier. The kernel tells the sender's user with every
+datagram; what another user sends is dropped unread. What is exchanged here are fixed bytes and descriptors: a worker
+says hello with a descriptor of its own process, and is answered with its end of a control lane.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpexec.deadline import Deadline
+from mpexec.errors import StartupError
+from mpexec.processes.attached import AttachedProcess
+from mpexec.processes.launched import LaunchedJob
+from mpexec.processes.start import death_pipe
+from mpexec.transport.lane import ControlLane, lane_pair
+from mpexec.transport.linux import OwnedFd, pidfd_open
+
+PHASE = "attach"
+
+_HELLO, _COME, _LANE = b"hello ", b"come", b"lane"
+_BYTES = 64
+_CREDENTIALS = struct.Struct("iII")
+_MAX_FDS = 4
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * 4) + socket.CMSG_SPACE(_CREDENTIALS.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What the driver sends over the lane when all have come; the descriptors that come with it follow its own pidfd.
+
+    Attributes:
+        rank: The rank of the executor that the process is to be.
+        payload: Bytes for the rank.
+        fd_names: Names of the descriptors behind the first, which is the end of a death pipe.
+        env: Changes to the process's environment, None removes.
+    """
+
+    rank: int
+    payload: bytes
+    driver_pid: int
+    fd_names: tuple[str, ...]
+    env: Mapping[str, str | None]
+
+
+class _Letter(NamedTuple):
+    """What came from a process of this user; the descriptors close themselves."""
+
+    content: bytes
+    pid: int
+    fds: list[OwnedFd]
+
+
+class _Post:
+    """The socket of one process of a job."""
+
+    def __init__(self, job: LaunchedJob) -> None:
+        self._key = job.key
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self.sock.bind(self._name(job.rank))
+        except OSError as error:
+            self.sock.close()
+            raise StartupError(
+                f"process {job.rank} of the job cannot attach: {error.strerror}. Another process that is told of the "
+                "same job (RANK, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID) is waiting at its place.",
+                phase=PHASE,
+            ) from error
+
+    def _name(self, rank: int) -> bytes:
+        return f"\0mpexec-attach-{self._key}-{rank}".encode()
+
+    def send(self, rank: int, content: bytes, deadline: Deadline, fds: Sequence[int] = ()) -> bool:
+        """Send to a process; False if it is not there, or does not read what was sent before until `deadline`."""
+        left = deadline.remaining()
+        # The kernel's own limit: a datagram socket that is not connected cannot be polled for room at the other end.
+        # Zero would be no limit.
+        whole, part = (0, 0) if left is None else divmod(max(1, int(left * 1e6)), 1_000_000)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, part))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self.sock.sendmsg([content], rights, socket.MSG_NOSIGNAL, self._name(rank))
+        except (ConnectionRefusedError, BlockingIOError):
+            return False
+        return True
+
+    def receive(self) -> _Letter | None:
+        """What has come, None if there is nothing or it is not from this user."""
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            content, ancillary, _, _ = self.sock.recvmsg(_BYTES, _ANCILLARY_BYTES, flags)
+        except BlockingIOError:
+            return None
+        fds, sender = array.array("i"), None
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+            elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                sender = _CREDENTIALS.unpack(data)
+        owned = [OwnedFd(fd) for fd in fds]
+        if sender is None or sender[1] != os.getuid():
+            return None
+        return _Letter(content, sender[0], owned)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def wait_for_lane(job: LaunchedJob, deadline: Deadline) -> ControlLane:
+    """Wait, in a process that is to be a worker, for the first process of the job; this end of the lane to it.
+
+    Raises:
+        StartupError: It did not come before the deadline, or somebody has this process's place.
+    """
+    with contextlib.closing(_Post(job)) as post:
+        _say_hello(post, job, deadline)
+        poller = select.poll()
+        poller.register(post.sock, select.POLLIN)
+        while not deadline.expired:  # whatever keeps coming
+            poller.poll(deadline.poll_ms())
+            letter = post.receive()
+            if letter is None:
+                continue
+            if letter.content == _LANE and len(letter.fds) == 1:
+                return ControlLane(os.dup(letter.fds[0].fd))
+            if letter.content == _COME:
+                _say_hello(post, job, deadline)
+        raise StartupError(
+            f"process 0 of the job has not called MPExecutor.attach: waited for it in process {job.rank} until "
+            "init_timeout had passed",
+            phase=PHASE,
+        )
+
+
+def _say_hello(post: _Post, job: LaunchedJob, deadline: Deadline) -> None:
+    ourselves = OwnedFd(pidfd_open(os.getpid()))
+    try:
+        # Where it is not there yet, it will call out.
+        post.send(0, _HELLO + str(job.rank).encode(), deadline, [ourselves.fd])
+    finally:
+        ourselves.close()
+
+
+class Meeting:
+    """The first process of a job waits for the others. Use it in a `with`, which lets those go that were not taken."""
+
+    def __init__(self, job: LaunchedJob, first_rank: int) -> None:
+        """Prepare to meet the others.
+
+        Args:
+            first_rank: The executor's rank of process 1.
+
+        Raises:
+            StartupError: Somebody has this process's place.
+        """
+        self._job = job
+        self._shift = first_rank - 1
+        self._post = _Post(job)
+        self._here: dict[int, AttachedProcess] = {}
+        self._death_ends: dict[int, OwnedFd] = {}
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._post.close()
+        for process in self._here.values():
+            process.lane.hang_up()  # an answer to those that wait; it is not theirs to be killed for
+            process.close()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until all have come.
+
+        Raises:
+            StartupError: One did not come before the deadline, or ended meanwhile, or came twice.
+        """
+        for other in self._job.others:
+            self._post.send(other, _COME, Deadline.after(0.0))  # those who are not there yet will say hello
+        poller = select.poll()
+        poller.register(self._post.sock, select.POLLIN)
+        while len(self._here) < len(self._job.others):
+            poller.poll(deadline.poll_ms())
+            if deadline.expired:  # whatever keeps coming
+                raise self._missing()
+            self._check_alive()
+            letter = self._post.receive()
+            if letter is not None and letter.content.startswith(_HELLO) and len(letter.fds) == 1:
+                process = self._greet(letter, deadline)
+                if process is not None:
+                    poller.register(process.pidfd.fd, select.POLLIN)
+
+    def _greet(self, letter: _Letter, deadline: Deadline) -> AttachedProcess | None:
+        """Answer a hello with a lane, unless it has been answered already."""
+        number = letter.content.removeprefix(_HELLO)
+        other = int(number) if number.isdigit() else -1
+        if other not in self._job.others:
+            return None
+        known = self._here.get(other)
+        if known is not None:
+            if known.pid != letter.pid:
+                pids = f"{known.pid} and {letter.pid}"
+                raise StartupError(f"two processes are process {other} of the job: pids {pids}", phase=PHASE)
+            return None
+        with contextlib.ExitStack() as stack:
+            lane, theirs = lane_pair()
+            stack.callback(lane.close)
+            stack.callback(theirs.close)
+            death_read, death_write = death_pipe()
+            stack.callback(death_read.close)
+            stack.callback(death_write.close)
+            process = AttachedProcess(other + self._shift, letter.pid, letter.fds[0], lane, death_write)
+            if not self._post.send(other, _LANE, deadline, [theirs.fd]):
+                raise self._ended(other, letter.pid, "ended")
+            stack.pop_all()
+        theirs.close()
+        self._here[other], self._death_ends[other] = process, death_read
+        return process
+
+    def _check_alive(self) -> None:
+        for other, process in self._here.items():
+            death = process.poll_death()
+            if death is not None:
+                raise self._ended(other, process.pid, death.describe())
+
+    def _ended(self, other: int, pid: int, how: str) -> StartupError:
+        return StartupError(
+            f"process {other} of the job (pid {pid}) {how} before all others had called MPExecutor.attach",
+            rank=other + self._shift,
+            phase=PHASE,
+        )
+
+    def _missing(self) -> StartupError:
+        missing = [str(other) for other in self._job.others if other not in self._here]
+        which = f"process {missing[0]}" if len(missing) == 1 else f"processes {', '.join(missing)}"
+        return StartupError(
+            f"{which} of the job (of {self._job.world_size}) did not call MPExecutor.attach before init_timeout "
+            "had passed",
+            rank=int(missing[0]) + self._shift,
+            phase=PHASE,
+        )
+
+    def take(self, other: int) -> tuple[AttachedProcess, OwnedFd]:
+        """Hand out a process that has come, with the end of the death pipe that is to be sent to it."""
+        return self._here.pop(other), self._death_ends.pop(other)
