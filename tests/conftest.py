@@ -15,6 +15,8 @@ from typing import Any
 import leaks
 import pytest
 
+pytest_plugins = ["pytester"]
+
 _folder = leaks.mark_session()
 
 

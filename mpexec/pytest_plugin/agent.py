@@ -34,6 +34,7 @@ class TestAgent(ModelAgent):
         """Start the pytest session of this rank."""
         self._measuring = Measuring(self._settings.coverage)
         self._missing = ""
+        self._passed = Notes(self.rank)
         self._choose_device()
         self._group = TestProcessGroup(self.rank, self.world_size, self.device)
         self.report_progress("pytest configuration")
@@ -65,7 +66,7 @@ class TestAgent(ModelAgent):
         Raises:
             PhaseFailed: It did not pass here.
         """
-        session = self._session
+        session, self._passed = self._session, Notes(self.rank)
         with _without_loop():
             try:
                 if phase.when == "setup":
@@ -80,7 +81,8 @@ class TestAgent(ModelAgent):
                 flush_standard_streams()
             if phase.when == "teardown":
                 self._end(phase)
-        return session.take_notes()
+        self._passed = session.take_notes()
+        return self._passed
 
     def _begin(self, phase: Phase) -> None:
         if self._missing:
@@ -95,8 +97,8 @@ class TestAgent(ModelAgent):
         self._group.leave()
 
     def take_notes(self) -> Notes:
-        """What a phase that passed here has left, where another rank's failure took its place."""
-        return self._session.take_notes()
+        """What the last phase has left if it passed here: another rank's failure took the place of what it returned."""
+        return self._passed
 
     def finish(self) -> Notes:
         """Tear down the fixtures that are left, end the session, and save what was measured."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pdb
 import tempfile
+import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -68,18 +69,23 @@ def make_config(settings: RankSettings, plugin: RankPlugin) -> pytest.Config:
     # A plug-in's whole distribution is marked for the rewriting of assertions, and pytest warns of what was imported
     # before: of this package, in a rank. With warnings as errors that would be the end.
     mpexec.__doc__ = f"{mpexec.__doc__}\nPYTEST_DONT_REWRITE"
-    marked = _Marked(plugin)
-    config = _prepareconfig(_arguments(settings), [marked])
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_nothing  # the driver's command line is the same, and has been warned of
+        config = _prepareconfig(_arguments(settings), [_Marked(plugin)])
+        _configure(config, settings, plugin.rank)
+    _silence(config)
+    return config
+
+
+def _configure(config: pytest.Config, settings: RankSettings, rank: int) -> None:
     for name, value in _OFF.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
-    config.option.basetemp = os.path.join(settings.basetemp, f"rank{plugin.rank}")
+    config.option.basetemp = os.path.join(settings.basetemp, f"rank{rank}")
     config.option.color = "yes" if settings.color else "no"
     config.workerinput = dict(settings.workerinput)  # type: ignore[attr-defined]
     config.workeroutput = {}  # type: ignore[attr-defined]
     config._do_configure()
-    _silence(config)
-    return config
 
 
 class _Marked:
@@ -105,14 +111,30 @@ def _arguments(settings: RankSettings) -> list[str]:
 def _silence(config: pytest.Config) -> None:
     """The driver shows how tests go, enforces their deadlines, and debugs."""
     manager = config.pluginmanager
-    reporter: Any = manager.get_plugin("terminalreporter")
-    if reporter is not None:  # comparisons of values are coloured by it, so it must be there
-        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115  # stays open as long as the process
+    reporter = manager.get_plugin("terminalreporter")
+    if reporter is not None:
+        manager.unregister(reporter)
+        manager.register(_QuietReporter(reporter), "terminalreporter")
     for name in ("timeout", "pytest_timeout"):
         if (enforcing := manager.get_plugin(name)) is not None:
             manager.unregister(enforcing)
     pdb.set_trace = _refuse_debugger  # type: ignore[assignment]
     tempfile.tempdir = None
+
+
+def _show_nothing(*args: object, **options: object) -> None:
+    """Takes the place of `warnings.showwarning`, which no filter of an ini file does away with."""
+
+
+class _QuietReporter:
+    """The terminal reporter without its hooks. Plug-ins look for it, and comparisons of values are coloured by it."""
+
+    def __init__(self, reporter: Any) -> None:
+        self._reporter = reporter
+        reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115  # stays open as long as the process
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reporter, name)
 
 
 def _refuse_debugger(*args: object, **options: object) -> NoReturn:
