@@ -7,7 +7,7 @@ Loading the plug-in loads nothing else of this package: that waits for the first
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,7 +90,7 @@ def _parse(marker: pytest.Mark, node: pytest.Function) -> RanksMark:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Iterator[Any]:
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Generator[None, Any, Any]:
     made = yield
     if _on_a_rank(collector.config):
         return made
@@ -144,7 +144,7 @@ def _refuse_unfit(item: pytest.Item, config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # the innermost: pytest-cov combines its data in a wrapper around this one
-def pytest_runtestloop(session: pytest.Session) -> Iterator[Any]:
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
     config = session.config
     if _on_a_rank(config) or not any(item.get_closest_marker("ranks") for item in session.items):
         return (yield)
@@ -167,7 +167,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
     schedule = item.config.stash.get(_SCHEDULE, None)
     if schedule is not None:
         schedule.begin(item, nextitem)

@@ -20,7 +20,7 @@ from mpexec.pytest_plugin.warned import forward_warnings
 if TYPE_CHECKING:
     from mpexec.pytest_plugin.groups import RankGroups, WarmGroup
 
-_TEARDOWN_S = 10.0  # at least, however much of the test's time is used up
+_TEARDOWN_S = 20.0  # at least, however much of the test's time is used up
 
 
 class RanksFunction(pytest.Function):
@@ -57,7 +57,7 @@ class RanksFunction(pytest.Function):
         twin.mark = mark
         twin.size = mark.sizes[0]
         if len(mark.sizes) > 1:
-            params = twin.callspec.params if hasattr(twin, "callspec") else {}
+            params: dict[str, Any] = dict(twin.callspec.params) if hasattr(twin, "callspec") else {}
             if PARAMETER not in params:
                 raise pytest.Collector.CollectError(
                     f"{item.name}: ranks{mark.sizes} stands where it cannot give several tests; mark the function, "
@@ -165,7 +165,7 @@ class RanksFunction(pytest.Function):
 
     # -- what people read --------------------------------------------------------------------------------------------
 
-    def _repr_failure_py(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> str | TerminalRepr:
+    def _repr_failure_py(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> TerminalRepr:
         error = excinfo.value
         if isinstance(error, RanksFailed):
             return render_failed(self.config, error)

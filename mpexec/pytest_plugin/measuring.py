@@ -1,4 +1,4 @@
-"""Coverage inside a rank: measured as in the driver, and saved where pytest-cov looks for the data of other processes."""
+"""Coverage inside a rank: measured as in the driver, and saved where pytest-cov looks for data of other processes."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _silence(config: pytest.Config) -> None:
     for name in ("timeout", "pytest_timeout"):
         if (enforcing := manager.get_plugin(name)) is not None:
             manager.unregister(enforcing)
-    pdb.set_trace = _refuse_debugger  # type: ignore[assignment]
+    pdb.set_trace = _refuse_debugger
     tempfile.tempdir = None
 
 
@@ -138,4 +138,5 @@ class _QuietReporter:
 
 
 def _refuse_debugger(*args: object, **options: object) -> NoReturn:
+    __tracebackhide__ = True
     raise RuntimeError(_NO_DEBUGGER)

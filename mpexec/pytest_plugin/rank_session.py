@@ -64,10 +64,14 @@ class RankSession:
             if phase.when == "teardown":
                 item._request = False  # type: ignore[attr-defined]
                 item.funcargs = None  # type: ignore[attr-defined]
-        if self._done is None:
+        done, self._done = self._last_done(), None  # a failure's frames hold tensors: not longer than must be
+        if done is None:
             raise MpexecError(f"a plug-in has taken the test over: {phase.nodeid}")
-        (call, report), self._done = self._done, None  # a failure's frames hold tensors: not longer than must be
+        call, report = done
         self._judge(item, call, report)
+
+    def _last_done(self) -> tuple[_Call, pytest.TestReport] | None:
+        return self._done
 
     def take_notes(self) -> Notes:
         """What has been noted since the last time."""
@@ -141,7 +145,12 @@ class RankSession:
         when: Any = self._when
         hook: Callable[..., None] = getattr(item.ihook, f"pytest_runtest_{when}")
         facts: dict[str, Any] = {"nextitem": nextitem} if when == "teardown" else {}
-        call = pytest.CallInfo.from_call(lambda: hook(item=item, **facts), when=when)
+
+        def run() -> None:
+            __tracebackhide__ = True
+            hook(item=item, **facts)
+
+        call = pytest.CallInfo.from_call(run, when=when)
         self._done = call, item.ihook.pytest_runtest_makereport(item=item, call=call)
         return True
 
@@ -182,6 +191,7 @@ class RankSession:
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[Any]:
         """What a fixture of a wider scope changes is not a leak of the test that happens to come first."""
+        __tracebackhide__ = True
         if fixturedef.scope == "function":
             return (yield)
         with self.watch.widening(fixturedef):

@@ -19,9 +19,7 @@ class RanksFailed(Exception):
         preface: What is wrong, where it is not the failure of a single rank.
     """
 
-    def __init__(
-        self, failures: list[PhaseFailed], others: list[BaseException], size: int, preface: str = ""
-    ) -> None:
+    def __init__(self, failures: list[PhaseFailed], others: list[BaseException], size: int, preface: str = "") -> None:
         super().__init__(preface or str(failures[0]))
         self.failures = failures
         self.others = others

@@ -19,6 +19,8 @@ _INSTALLED = any(
 )
 PLUGIN = () if _INSTALLED else ("-p", "mpexec.pytest_plugin")
 _BOUND_S = 240.0
+# Without plug-ins that have nothing to do here and take seconds; --junitxml is read.
+_QUICK = ("-pno:randomly", "-pno:hypothesispytest", "-pno:anyio", "-ra", "--junitxml=junit.xml", "--color=no")
 
 
 @dataclass
@@ -40,7 +42,8 @@ class Ran:
 
     def section(self, test: str) -> str:
         """What is shown of a failed test."""
-        found = re.search(rf"^_+ (?:ERROR at \w+ of )?{re.escape(test)} _+$(.*?)(?=^[_=]+ .* [_=]+$)", self.out, re.M | re.S)
+        title = rf"^_+ (?:ERROR at \w+ of )?{re.escape(test)} _+$"
+        found = re.search(rf"{title}(.*?)(?=^(?:___|===).* .*(?:___|===)$)", self.out, re.M | re.S)
         return found.group(1) if found else ""
 
 
@@ -53,8 +56,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
     def run(*args: str, **files: str) -> Ran:
         for name, text in files.items():
             pytester.path.joinpath(f"{name}.py").write_text(textwrap.dedent(text))
-        options = ("-p", "no:randomly", "-ra", "--junitxml=junit.xml", "--color=no")
-        done = pytester.runpytest_subprocess(*PLUGIN, *options, *args, timeout=_BOUND_S)
+        done = pytester.runpytest_subprocess(*PLUGIN, *_QUICK, *args, timeout=_BOUND_S)
         ran = Ran(int(done.ret), done.stdout.str() + "\n" + done.stderr.str())
         _read(ran, pytester.path / "junit.xml")
         return ran
@@ -69,8 +71,8 @@ def _read(ran: Ran, path: Path) -> None:
     path.unlink()
     for case in ET.fromstring(ran.xml).iter("testcase"):
         name = case.get("name", "")
-        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-        kind = {"failure": "failed"}.get(kinds[0], kinds[0]) if kinds else "passed"
-        ran.outcomes[name] = kind
+        ends = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        kind = ends[0].tag if ends else "passed"
+        ran.outcomes[name] = "failed" if kind == "failure" else kind
         ran.seconds[name] = float(case.get("time", "0"))
-        ran.messages[name] = " ".join(child.get("message", "") for child in case if child.tag in ("failure", "error", "skipped"))
+        ran.messages[name] = " ".join(child.get("message", "") for child in ends)

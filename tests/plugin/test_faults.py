@@ -12,7 +12,7 @@ LOSSES = """
     import torch
     import torch.distributed as dist
 
-    pytestmark = pytest.mark.ranks(2)
+    pytestmark = pytest.mark.ranks(2, timeout=100)
     forever = threading.Event()
 
     def total(value):
@@ -40,6 +40,7 @@ LOSSES = """
     def test_5_good(rank):
         assert total(rank) == 1
 
+    @pytest.mark.ranks(2)
     def test_6_hangs(rank):
         if rank == 1:
             total(rank)
@@ -106,7 +107,7 @@ TIMEOUT = """
     import torch
     import torch.distributed as dist
 
-    @pytest.mark.timeout(30)
+    @pytest.mark.timeout(200)
     @pytest.mark.ranks(2)
     def test_warm_up():
         pass

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(480)  # a machine that is busy starts ranks slowly
+
 MANY = """
     import os
     import time

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(480)  # a machine that is busy starts ranks slowly
+
 CONFTEST = """
     import os
     import pytest
@@ -263,11 +265,16 @@ def check_failures(ran: Any) -> None:
 
 
 def check_summaries(ran: Any) -> None:
-    assert re.search(r"^FAILED test_bad.py::test_one_fails - .*rank 1: assert \[1, 1\] == \[0, 1\]", ran.out, re.M), ran.out
+    assert re.search(r"^FAILED test_bad.py::test_one_fails - .*rank 1: assert \[1, 1\] == \[0, 1\]", ran.out, re.M), (
+        ran.out
+    )
     assert re.search(r"^SKIPPED \[1\] test_bad.py:\d+: no reason at all", ran.out, re.M)
     assert re.search(r"^XFAIL test_bad.py::test_xfail - known", ran.out, re.M)
     assert re.search(r"^XPASS test_bad.py::test_xpass\b", ran.out, re.M)
     assert "careful, you" in ran.out and "test_good.py::test_warns" in ran.out
-    assert "rank 1: assert [1, 1] == [0, 1]" in ran.messages["test_one_fails"].replace("\n", " ") or "rank 1: " in ran.messages["test_one_fails"]
+    assert (
+        "rank 1: assert [1, 1] == [0, 1]" in ran.messages["test_one_fails"].replace("\n", " ")
+        or "rank 1: " in ran.messages["test_one_fails"]
+    )
     assert '<property name="speed" value="5"' in ran.xml and '<property name="rank1.speed" value="6"' in ran.xml
     assert "said by test_finds_state" not in ran.out, "what a passing test prints is captured"

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(480)  # a machine that is busy starts ranks slowly
+
 WRONG = {
     "ranks(0)": "0 is not a number of ranks of at least 1",
     'ranks("2")': "'2' is not a number of ranks",
@@ -28,7 +30,7 @@ def test_bad_markers_are_errors_of_collection(run: Callable[..., Any]) -> None:
     assert ran.code == pytest.ExitCode.INTERRUPTED
     for number, message in enumerate(WRONG.values()):
         assert f"ERROR collecting test_{number}.py" in ran.out
-        assert f"test_it: ranks: " in ran.out and message in ran.out, ran.out
+        assert "test_it: ranks: " in ran.out and message in ran.out, ran.out
 
 
 PLAIN = """
