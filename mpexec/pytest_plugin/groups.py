@@ -189,10 +189,8 @@ def _make_agent(settings: RankSettings) -> Any:
 def _new_folder(config: pytest.Config, number: int) -> str:
     """Beside the driver's own `tmp_path` folders: pytest keeps the folders of the last three sessions only."""
     factory: Any = getattr(config, "_tmp_path_factory", None)
-    if factory is None:
-        import tempfile
-
-        return tempfile.mkdtemp(prefix="mpexec-tests-")
+    if factory is None:  # -p no:tmpdir, which holds for the ranks too
+        return ""
     folder = Path(factory.getbasetemp()) / f"ranks-{number}"
     folder.mkdir(mode=0o700)
     return str(folder)
@@ -202,7 +200,9 @@ def _workerinput(config: pytest.Config) -> Mapping[str, Any]:
     own = getattr(config, "workerinput", None)
     if own is not None:
         return {name: value for name, value in own.items() if not name.startswith("cov_")}
-    return {"workerid": "master", "workercount": 1, "testrunuid": str(os.getpid()), "mainargv": list(sys.argv)}
+    facts = {"workerid": "master", "workercount": 1, "testrunuid": str(os.getpid()), "mainargv": list(sys.argv)}
+    seed = getattr(config.option, "randomly_seed", None)  # pytest-randomly demands it of a worker
+    return facts if seed is None else {**facts, "randomly_seed": seed}
 
 
 def _has_color(config: pytest.Config) -> bool:

@@ -40,6 +40,7 @@ class RanksFunction(pytest.Function):
     next_on_ranks: RanksFunction | None = None
     _group: WarmGroup | None = None
     _deadline: Deadline
+    _lost_pids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, item: pytest.Function, mark: RanksMark) -> Self:
@@ -169,7 +170,7 @@ class RanksFunction(pytest.Function):
         error = excinfo.value
         if isinstance(error, RanksFailed):
             return render_failed(self.config, error)
-        if isinstance(error, RPCTimeoutError):
+        if isinstance(error, RPCTimeoutError) and self._lost_pids:
             return render_lost(self, self._time_out_text(error), error)
         if isinstance(error, MpexecError):
             return render_lost(self, str(error), error)

@@ -21,10 +21,10 @@ class RankSettings:
     Attributes:
         args: The command line of pytest.
         folder: The folder in which it was given.
-        basetemp: Folder for the `tmp_path` folders of the ranks.
+        basetemp: Folder for the `tmp_path` folders of the ranks, "" where pytest makes none.
         workerinput: What a worker of pytest-xdist has there: plug-ins and conftests see that this is not the main one.
         color: Compare values in colour.
-        cuda: The ranks use a CUDA device each: "no", "if there are enough" or "yes".
+        device: "auto", "cpu" or "cuda".
         coverage: Options of `coverage.Coverage`, None where nothing is measured.
         no_cov: pytest-cov is there, and must keep its hands off.
     """

@@ -81,7 +81,8 @@ def _configure(config: pytest.Config, settings: RankSettings, rank: int) -> None
     for name, value in _OFF.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
-    config.option.basetemp = os.path.join(settings.basetemp, f"rank{rank}")
+    if settings.basetemp:
+        config.option.basetemp = os.path.join(settings.basetemp, f"rank{rank}")
     config.option.color = "yes" if settings.color else "no"
     config.workerinput = dict(settings.workerinput)  # type: ignore[attr-defined]
     config.workeroutput = {}  # type: ignore[attr-defined]

@@ -6,6 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.timeout(480)  # a machine that is busy starts ranks slowly
+
 LOSSES = """
     import ctypes, os, threading, time
     import pytest

@@ -71,7 +71,7 @@ SELECTED = """
 
 
 def test_selection_by_x_lf_and_k_works_as_ever(run: Callable[..., Any]) -> None:
-    ran = run("-x", test_selected=SELECTED)
+    ran = run("-x", "-W", "error", "-pno:asyncio", test_selected=SELECTED)
     assert ran.outcomes == {"test_a": "passed", "test_b": "failed"}, ran.out
     ran = run("--lf", "-k", "not test_c")
     assert ran.outcomes == {"test_b": "failed"}, ran.out

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(480)  # a machine that is busy starts ranks slowly
 
@@ -220,11 +223,11 @@ BAD = """
 
 @pytest.fixture
 def ran(run: Callable[..., Any]) -> Any:
-    return run("-W", "default", conftest=CONFTEST, test_good=GOOD, test_bad=BAD)
+    example = (ROOT / "examples" / "test_ranks.py").read_text()
+    return run("-W", "default", conftest=CONFTEST, test_good=GOOD, test_bad=BAD, test_example=example)
 
 
 def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any) -> None:
-    good = {name: outcome for name, outcome in ran.outcomes.items() if "test_good" not in name}
     bad = {
         "test_one_fails": "failed",
         "test_both_fail": "failed",
@@ -242,8 +245,11 @@ def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any
         "test_debugger": "failed",
         "test_odd_exception": "failed",
     }
-    assert {name: outcome for name, outcome in good.items() if outcome != "passed"} == bad, ran.out
-    assert {"test_parameters[1-2]", "test_parameters[big]", "test_sizes[1rank]", "test_sizes[2ranks]"} <= set(good)
+    assert {name: outcome for name, outcome in ran.outcomes.items() if outcome != "passed"} == bad, ran.out
+    assert "test_a_matrix_split_by_columns_gives_the_whole_product[4ranks-3]" in ran.outcomes, "the example"
+    assert {"test_parameters[1-2]", "test_parameters[big]", "test_sizes[1rank]", "test_sizes[2ranks]"} <= set(
+        ran.outcomes
+    )
     check_failures(ran)
     check_summaries(ran)
 

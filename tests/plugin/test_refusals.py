@@ -77,9 +77,23 @@ def test_the_plugin_can_be_left_out_and_brings_nothing_heavy(run: Callable[..., 
             import sys
 
             def test_light():
-                heavy = {"torch", "mpexec.executor", "mpexec.transport", "asyncio.runners"} & set(sys.modules)
-                assert not heavy - {"asyncio.runners"}
+                assert not {"torch", "mpexec.executor", "mpexec.transport"} & set(sys.modules)
                 assert "mpexec.pytest_plugin" in sys.modules
         """
     )
     assert ran.outcomes == {"test_light": "passed"}, ran.out
+    ran = run(
+        "-p",
+        "no:mpexec",
+        test_light="""
+            import sys
+
+            def test_light():
+                assert "mpexec.pytest_plugin" not in sys.modules
+
+            def test_rank(rank):
+                pass
+        """,
+    )
+    assert ran.outcomes == {"test_light": "passed", "test_rank": "error"}, ran.out
+    assert "fixture 'rank' not found" in ran.out
