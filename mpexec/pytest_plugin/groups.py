@@ -152,14 +152,19 @@ class RankGroups:
 
     def done(self, group: WarmGroup) -> None:
         """A test has ended on these ranks; they are given up if they cannot, or are not to, run another."""
-        if self.fresh or not group.usable:
-            self.give_up(group)
+        if (self.fresh or not group.usable) and self._forget(group):
+            group.finish()
 
     def give_up(self, group: WarmGroup) -> None:
-        """These ranks are not used again."""
-        if self._warm.get(group.key) is group:
-            del self._warm[group.key]
-            group.finish()
+        """These ranks are lost, or still at a test that has been given up: they end as they are."""
+        if self._forget(group):
+            group.end()
+
+    def _forget(self, group: WarmGroup) -> bool:
+        if self._warm.get(group.key) is not group:
+            return False
+        del self._warm[group.key]
+        return True
 
     def close(self) -> None:
         """End all ranks; again changes nothing."""

@@ -10,16 +10,18 @@ import pytest
 from _pytest._code.code import ExceptionInfo, TerminalRepr
 
 from mpexec.deadline import Deadline
-from mpexec.errors import MpexecError, RPCTimeoutError
+from mpexec.errors import MpexecError, RPCTimeoutError, WorkerDiedError
 from mpexec.pytest_plugin.marker import PARAMETER, RanksMark
 from mpexec.pytest_plugin.phases import Notes, Phase, PhaseFailed, When
 from mpexec.pytest_plugin.rendering import render_failed, render_lost
+from mpexec.pytest_plugin.stacks import trimmed
 from mpexec.pytest_plugin.verdict import RanksFailed, judge, notes_of
 from mpexec.pytest_plugin.warned import forward_warnings
 
 if TYPE_CHECKING:
     from mpexec.pytest_plugin.groups import RankGroups, WarmGroup
 
+_LAST_LINES = 40
 _TEARDOWN_S = 20.0  # at least, however much of the test's time is used up
 
 
@@ -145,7 +147,7 @@ class RanksFunction(pytest.Function):
     def _show_stacks(self, when: When) -> None:
         assert self._group is not None
         for rank, text in self._group.stacks().items():
-            self.add_report_section(when, f"stack of rank {rank}", text)
+            self.add_report_section(when, f"stack of rank {rank}", trimmed(text))
 
     def _keep(self, when: When, notes: list[Notes]) -> None:
         """Take over what the ranks have noted."""
@@ -172,6 +174,8 @@ class RanksFunction(pytest.Function):
             return render_failed(self.config, error)
         if isinstance(error, RPCTimeoutError) and self._lost_pids:
             return render_lost(self, self._time_out_text(error), error)
+        if isinstance(error, WorkerDiedError):
+            return render_lost(self, _death_text(error), error)
         if isinstance(error, MpexecError):
             return render_lost(self, str(error), error)
         return super()._repr_failure_py(excinfo, style)
@@ -184,9 +188,19 @@ class RanksFunction(pytest.Function):
         ]
         for rank in range(self.size):
             pid = self._lost_pids[rank]
-            text = error.stacks.get(rank, "  had finished, and was waiting for the others")
+            stack = error.stacks.get(rank)
+            text = "  had finished, and was waiting for the others" if stack is None else trimmed(stack)
             lines.append(f"\nrank {rank} of {self.size} (pid {pid}):\n{text}")
         return "\n".join(lines)
+
+
+def _death_text(error: WorkerDiedError) -> str:
+    """The error with more of the last lines than it shows itself: a crash writes a long stack."""
+    head, found, _ = str(error).partition("\nIts last lines:")
+    if not found:
+        return head
+    lines = trimmed("\n".join(error.last_lines)).split("\n")
+    return "\n  ".join([f"{head}\nIts last lines:", *lines[-_LAST_LINES:]])
 
 
 def _kind(title: str, when: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import time
@@ -49,8 +50,10 @@ def test_a_hundred_tiny_tests_share_their_ranks_in_step_and_end_at_once(
     end = ended - float(Path(pytester.path, "end").read_text())
     print(f"a two-rank test takes {median * 1e3:.0f} ms (median of {len(after)}), at most {after[-1] * 1e3:.0f} ms;")
     print(f"the session ended {end:.2f} s after the last test")
-    assert median <= FAST_S
-    assert end <= 3 * END_S  # the bar is END_S; other programs may keep this machine busy
+    # Other programs may keep this machine busy: programs that want to run, per core.
+    slowness = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    assert median <= FAST_S * slowness
+    assert end <= 2 * END_S * slowness
 
 
 SELECTED = """
