@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,10 +46,9 @@ class RankSession:
             PhaseFailed: It did not pass here.
         """
         item = self._find(phase.nodeid, phase.path)
-        next_item = None
-        if phase.next_nodeid is not None and phase.next_path is not None:
-            with contextlib.suppress(PhaseFailed):  # told when it is that test's turn
-                next_item = self._find(phase.next_nodeid, phase.next_path)
+        if item is None:
+            raise PhaseFailed.of(None, "failed", self._why_missing(phase), None, self.take_notes())
+        next_item = self._find(phase.next_nodeid, phase.next_path)
         if phase.when == "setup":
             self._prepare(item)
         self._when, self._done = phase.when, None
@@ -95,17 +93,18 @@ class RankSession:
 
     # -- finding -------------------------------------------------------------------------------------------------
 
-    def _find(self, nodeid: str, path: str) -> pytest.Item:
+    def _find(self, nodeid: str | None, path: str | None) -> pytest.Item | None:
+        if nodeid is None or path is None:
+            return None
         if nodeid not in self._items and path not in self._collected:
             self._collect(path)
-        item = self._items.get(nodeid)
-        if item is None:
-            reason = self._errors.get(path) or (
-                f"rank {self._rank} has collected no test {nodeid!r}. The names of tests must be the same in every "
-                "process: parameters from a set, for example, have no order."
-            )
-            raise PhaseFailed.of(None, "failed", reason, None, self.take_notes())
-        return item
+        return self._items.get(nodeid)
+
+    def _why_missing(self, phase: Phase) -> str:
+        return self._errors.get(phase.path) or (
+            f"rank {self._rank} has collected no test {phase.nodeid!r}. The names of tests must be the same in every "
+            "process: parameters from a set, for example, have no order."
+        )
 
     def _collect(self, path: str) -> None:
         self._collected.add(path)

@@ -221,10 +221,24 @@ BAD = """
 """
 
 
+ELSEWHERE = """
+    import os
+    import pytest
+
+    if "RANK" in os.environ:
+        raise ImportError("not on a rank")
+
+    @pytest.mark.ranks(2)
+    def test_elsewhere():
+        pass
+"""
+
+
 @pytest.fixture
 def ran(run: Callable[..., Any]) -> Any:
     example = (ROOT / "examples" / "test_ranks.py").read_text()
-    return run("-W", "default", conftest=CONFTEST, test_good=GOOD, test_bad=BAD, test_example=example)
+    files = {"conftest": CONFTEST, "test_good": GOOD, "test_bad": BAD, "test_else": ELSEWHERE, "test_example": example}
+    return run("-W", "default", **files)
 
 
 def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any) -> None:
@@ -244,6 +258,7 @@ def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any
         "test_teardown_error": "error",
         "test_debugger": "failed",
         "test_odd_exception": "failed",
+        "test_elsewhere": "error",
     }
     assert {name: outcome for name, outcome in ran.outcomes.items() if outcome != "passed"} == bad, ran.out
     assert "test_a_matrix_split_by_columns_gives_the_whole_product[4ranks-3]" in ran.outcomes, "the example"
@@ -265,6 +280,8 @@ def check_failures(ran: Any) -> None:
     assert "rank 0 was skipped (not here); rank 1 was not" in ran.section("test_one_skips")
     assert "ValueError: other" in ran.section("test_xfail_raises_other")
     assert "no start on" in ran.section("test_setup_error") and "no end" in ran.section("test_teardown_error")
+    elsewhere = ran.section("test_elsewhere")
+    assert "could not collect" in elsewhere and "ImportError: not on a rank" in elsewhere
     assert "no debugger can be used on a rank" in ran.section("test_debugger")
     assert "Unpicklable: odd" in ran.section("test_odd_exception")
     assert "mpexec/pytest_plugin" not in ran.out, "our own frames are no news"
