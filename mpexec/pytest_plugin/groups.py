@@ -41,7 +41,6 @@ class WarmGroup:
     """
 
     def __init__(self, key: Key, settings: RankSettings) -> None:
-        # Late, and by its name: the agent imports torch, which the driver is not to.
         spec = WorkerSpec(
             agent=_make_agent,
             agent_args=(settings,),
@@ -186,6 +185,7 @@ class RankGroups:
 
 
 def _make_agent(settings: RankSettings) -> Any:
+    # In the rank: the agent imports torch, which the driver is not to.
     from mpexec.pytest_plugin.agent import TestAgent
 
     return TestAgent(settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pdb
-import tempfile
 import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -120,7 +119,6 @@ def _silence(config: pytest.Config) -> None:
         if (enforcing := manager.get_plugin(name)) is not None:
             manager.unregister(enforcing)
     pdb.set_trace = _refuse_debugger
-    tempfile.tempdir = None
 
 
 def _show_nothing(*args: object, **options: object) -> None:

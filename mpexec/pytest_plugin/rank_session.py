@@ -68,6 +68,7 @@ class RankSession:
         call, report = done
         self._judge(item, call, report)
 
+    # Asked for by a call, because a type checker believes that `_done` is still what `run` has set it to.
     def _last_done(self) -> tuple[_Call, pytest.TestReport] | None:
         return self._done
 
