@@ -31,6 +31,7 @@ class TestProcessGroup:
         self._backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         self._device = None if device == "cpu" else torch.device(device)
         self._store: Any = None
+        self._offered: Any = None
 
     def serve(self) -> int:
         """Open the store, on rank 0; its port."""
@@ -48,7 +49,6 @@ class TestProcessGroup:
             WORLD_SIZE=str(self._world_size),
             LOCAL_WORLD_SIZE=str(self._world_size),
             MASTER_ADDR=HOST,
-            MASTER_PORT=str(port),
             # A test that makes a process group of its own with env:// uses the store that is there.
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
@@ -64,7 +64,7 @@ class TestProcessGroup:
         Args:
             seconds: The deadline of the test; a collective may take somewhat longer.
         """
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # its prefix in the store, for a group of the test's own
+        self._offer_store(number)
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore(f"test-{number}", self._store),  # type: ignore[attr-defined]
@@ -73,6 +73,14 @@ class TestProcessGroup:
             timeout=timedelta(seconds=_NO_LIMIT_S if seconds is None else seconds + _BEYOND_DEADLINE_S),
             device_id=self._device,
         )
+
+    def _offer_store(self, number: int) -> None:
+        """A store for groups that the test makes itself with env://, without what an earlier test left in its own."""
+        key = f"port-{number}"
+        if self._rank == 0:
+            self._offered = self._tcp_store(0, serves=True)  # takes the place of the last test's, which ends
+            self._store.set(key, str(self._offered.port))
+        os.environ["MASTER_PORT"] = self._store.get(key).decode()
 
     def leave(self) -> None:
         """Destroy the default group and all others, those that the test has left included."""
