@@ -13,8 +13,9 @@ from typing import Any
 import leaks
 import pytest
 
-from mpexec.pytest_plugin import faults_fixture, mp_executor, no_leaks  # noqa: F401  fixtures
 from mpexec.pytest_plugin.leaks import nothing_left as check
+
+pytest_plugins = ["pytester"]
 
 _folder = leaks.mark_session()
 
@@ -104,6 +105,6 @@ def mp_executor_options(mp_options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make_executor(mp_executor: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
+def make_executor(mp_executor: Callable[..., Any]) -> Callable[..., Any]:
     """Makes an `MPExecutor` of an agent, with `mp_options` changed as given, and releases it after the test."""
     return mp_executor

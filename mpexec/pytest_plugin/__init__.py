@@ -1,16 +1,26 @@
-"""What mpexec gives to pytest. Loaded on first use: ranks import parts of this package, and must not import pytest."""
+"""What mpexec gives to pytest: tests on several ranks (`hooks`), and fixtures for tests of agents (`fixtures`).
+
+pytest takes hooks and fixtures from here by their names. They are loaded when it asks: ranks import parts of this
+package too, and have no use for pytest.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "faults_fixture": "faults",
-    "mp_executor": "executors",
-    "mp_executor_options": "executors",
-    "no_leaks": "leaks",
+_NAMES = {
+    "hooks": (
+        *("pytest_addoption", "pytest_configure", "pytest_unconfigure"),
+        *("pytest_generate_tests", "pytest_pycollect_makeitem", "pytest_collection_modifyitems"),
+        *("pytest_runtestloop", "pytest_runtest_protocol"),
+    ),
+    "fixtures": (
+        *("rank", "world_size", "device", "_mpexec_world_size"),
+        *("mp_executor", "mp_executor_options", "faults_fixture", "no_leaks"),
+    ),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

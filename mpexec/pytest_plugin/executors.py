@@ -1,13 +1,11 @@
-"""The fixture `mp_executor`: executors that are released whatever the test does."""
+"""Behind the fixture `mp_executor`: executors that are released whatever the test does."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import pytest
 
 from mpexec.config import WorkerSpec
 from mpexec.errors import StartupError
@@ -82,22 +80,6 @@ class ExecutorFactory:
             return
         failure.add_note("nobody had heard of this background failure; a test that expects it awaits wait_tasks()")
         raise failure
-
-
-@pytest.fixture
-def mp_executor_options() -> Mapping[str, Any]:
-    """Options of every executor that `mp_executor` makes; override it to change them for a module or folder."""
-    return {}
-
-
-@pytest.fixture
-def mp_executor(request: pytest.FixtureRequest, mp_executor_options: Mapping[str, Any]) -> Iterator[ExecutorFactory]:
-    """Makes an `MPExecutor`: `mp_executor(MyAgent, world_size=2)`. All are released after the test, whatever it did."""
-    # Both end after the executors, in whatever order the test names them.
-    used = {name: request.getfixturevalue(name) for name in ("no_leaks", "faults") if name in request.fixturenames}
-    factory = ExecutorFactory(mp_executor_options, used.get("faults"))
-    yield factory
-    factory.release_all()
 
 
 def _unheard(executor: MPExecutor) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""The fixture `faults`: ranks of the user's own agent die, stop, hang or fail at a point of the test's choice."""
+"""Behind the fixture `faults`: ranks die, stop, hang or fail at a point of the test's choice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from mpexec.config import WorkerSpec
 from mpexec.deadline import Deadline
@@ -216,16 +213,6 @@ class Faults:
         if self._carried_next:
             given = ", ".join(map(str, self._carried_next))
             raise ConfigError(f"{given}: no executor was made after that; mp_executor makes it, or give executor=")
-
-
-@pytest.fixture(name="faults")  # this module has that name in its package
-def faults_fixture(request: pytest.FixtureRequest) -> Iterator[Faults]:
-    """Ranks die, stop, hang or fail at a point of the test's choice: `faults.kill(1, at="forward")`."""
-    if "no_leaks" in request.fixturenames:  # its look comes after our end
-        request.getfixturevalue("no_leaks")
-    made = Faults()
-    yield made
-    made.close()
 
 
 def bad_point(error: StartupError) -> ConfigError | None:

@@ -1,4 +1,4 @@
-"""The fixture `no_leaks`: a test that leaves something behind fails, and is told what and how to put it right."""
+"""Behind the fixture `no_leaks`: a test that leaves something behind fails, and hears what and how to mend it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,6 @@ class NoLeaks:
         if kind not in REMEDIES:
             raise ConfigError(f"no_leaks.allow({kind!r}): use one of {', '.join(map(repr, REMEDIES))}")
         self._snapshot.allow(kind, matching)
-
-
-@pytest.fixture
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[NoLeaks]:
-    """The test must leave no process, thread, descriptor, shared memory, task, setting or noise on stderr behind.
-
-    All that it began may still end within three seconds. To have it for all tests of a module, write
-    `pytestmark = pytest.mark.usefixtures("no_leaks")`.
-    """
-    snapshot = Snapshot()
-    with nothing_left(request.node, snapshot):
-        yield NoLeaks(snapshot)
 
 
 @contextlib.contextmanager
