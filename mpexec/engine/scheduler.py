@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from mpexec.agent.steps import Prefill, StepInput, StepOutput
+from mpexec.agent.steps import Prefill, Sampling, StepInput, StepOutput
 from mpexec.engine.request import FinishReason, SamplingParams
 from mpexec.errors import ConfigError, QueueFullError, TransportError
 
@@ -165,7 +165,8 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self._running[sequence.slot] = sequence
             params = sequence.params
-            starts.append(Prefill(sequence.slot, sequence.prompt, float(params.temperature), params.seed))
+            sampling = Sampling(float(params.temperature), params.seed)
+            starts.append(Prefill(sequence.slot, sequence.prompt, sampling=sampling))
         return starts
 
     def complete(self, output: StepOutput) -> list[Progress]:

@@ -42,7 +42,7 @@ def test_a_prompt_is_prefilled_then_decoded_and_every_step_yields_one_token() ->
     scheduler = make()
     scheduler.add(1, (5, 6), params(temperature=0.5, seed=3))
     step, progress = run(scheduler)
-    assert [(one.token_ids, one.temperature, one.seed) for one in step.prefill] == [((5, 6), 0.5, 3)]
+    assert [(one.token_ids, one.sampling.temperature, one.sampling.seed) for one in step.prefill] == [((5, 6), 0.5, 3)]
     assert step.decode == ()
     assert progress == [Progress(1, 7, None)]
     step, progress = run(scheduler, 8)
@@ -221,7 +221,7 @@ def test_whatever_joins_leaves_and_is_cancelled_slots_stay_consistent_and_order_
         for start in step.prefill:
             assert start.slot not in held
             held.add(start.slot)
-            started.append(start.seed)
+            started.append(start.sampling.seed)
         assert set(step.decode) <= held
         if dice.random() < 0.3:
             victim = dice.randrange(60)
