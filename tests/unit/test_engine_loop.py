@@ -13,7 +13,8 @@ import pytest
 from mpexec.agent.base import ModelAgent
 from mpexec.agent.steps import StepInput, StepOutput
 from mpexec.engine.engine_loop import EngineLoop
-from mpexec.engine.request import Generation, Request, RequestManager, RequestType, ResponseType, SamplingParams
+from mpexec.engine.request import Generation, Request, RequestManager, RequestType, ResponseType
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.engine.scheduler import Scheduler
 from mpexec.errors import (
     EngineStoppedError,
