@@ -35,12 +35,8 @@ PARTS: dict[str, tuple[Part, str]] = {
         "`mpexec run` against torchrun: to the first line of a script, and from a failure to the exit",
     ),
 }
-OPTIONAL = {
-    "engine",
-    "zmq",
-    "ray",
-    "run",
-}  # run only when named: all others together are to take less than five minutes
+# Run only when named: all others together are to take less than five minutes.
+OPTIONAL = {"engine", "zmq", "ray", "run"}
 FAILED, MISSED = 1, 3
 
 

@@ -48,10 +48,10 @@ class CountingAgent(ModelAgent):
             raise self.error
         for slot in inputs.free:
             self.last.pop(slot, None)
-        for start in inputs.prefill:
-            assert start.slot not in self.last
-            self.last[start.slot] = start.token_ids[-1]
-        slots = [*inputs.decode, *(start.slot for start in inputs.prefill)]
+        for piece in inputs.prefill:
+            assert (piece.slot in self.last) == (piece.start > 0)
+            self.last[piece.slot] = piece.token_ids[-1]
+        slots = [*inputs.decode, *(piece.slot for piece in inputs.prefill if piece.is_last)]
         for slot in slots:
             self.last[slot] += 1
         return self.bad_output or StepOutput(inputs.step_id, {slot: self.last[slot] for slot in slots})
