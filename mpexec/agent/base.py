@@ -88,6 +88,8 @@ class ModelAgent(TaskOwner):
     async def _forward_loop(self) -> None:
         while True:
             self._outputs.put_nowait(await _finish(self.forward(await self._prepared.get())))
+            # The next input may be there already: the output leaves before a forward that holds this thread for long.
+            await asyncio.sleep(0)
 
 
 async def _finish(result: Any) -> Any:

@@ -164,7 +164,7 @@ class CausalLMAgent(ModelAgent):
             PromptView(self._cache, slots, lengths),
             keep=[end - 1 for end in accumulate(lengths)],
         )
-        started = [Progress(0, len(one.token_ids) - 1, one.temperature, one.seed) for one in prompts]
+        started = [Progress(0, len(one.token_ids) - 1, one.sampling.temperature, one.sampling.seed) for one in prompts]
         self._sequences.update(zip(slots, started, strict=True))
         return dict(zip(slots, self._advance(started, logits[0]), strict=True))
 

@@ -99,13 +99,16 @@ class BaseWorker(TaskOwner):
         assert self.agent is not None
         self.agent.start()
         tasks.start(self.agent.wait_tasks(), name="agent")
-        if self.rank == self.spec.topology.output_rank:
-            tasks.start(self._output_loop(), name="output_loop")
+        tasks.start(self._output_loop(), name="output_loop")
 
     async def _output_loop(self) -> None:
+        """Take every output, and push those of the output rank; on other ranks they would only pile up."""
         assert self.agent is not None
+        is_pushed = self.rank == self.spec.topology.output_rank
         while True:
-            self._put_output(await self.agent.get_output())
+            output = await self.agent.get_output()
+            if is_pushed:
+                self._put_output(output)
 
     async def _close(self) -> None:
         if self.agent is not None:

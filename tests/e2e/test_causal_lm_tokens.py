@@ -15,7 +15,7 @@ import torch
 from mpexec import build_executor
 from mpexec.agent.causal_lm import CausalLMAgent
 from mpexec.agent.sharding import import_transformers
-from mpexec.agent.steps import Prefill, StepInput, StepOutput
+from mpexec.agent.steps import Prefill, Sampling, StepInput, StepOutput
 from mpexec.errors import ConfigError
 from mpexec.models import default_model_path
 
@@ -87,7 +87,7 @@ def generate(
 ) -> list[list[int]]:
     """Run all prompts in one batch and return their new tokens."""
     slots = range(len(prompts))
-    prefill = tuple(Prefill(slot, tuple(prompts[slot]), temperature, seed=slot) for slot in slots)
+    prefill = tuple(Prefill(slot, tuple(prompts[slot]), sampling=Sampling(temperature, slot)) for slot in slots)
     outputs = [step(StepInput(0, prefill=prefill))]
     outputs += [step(StepInput(number, decode=tuple(slots))) for number in range(1, count)]
     step(StepInput(count, free=tuple(slots)))
@@ -166,7 +166,7 @@ def test_sequences_join_and_leave_between_steps_without_changing_each_other(
 def test_an_interrupted_sample_resumes_with_the_same_tokens() -> None:
     with running(default_model_path(), ranks=1) as step:
         whole = generate(step, [[5, 6, 7]], temperature=1.0, count=12)[0]
-        resumed = Prefill(3, (5, 6, 7, *whole[:6]), temperature=1.0, seed=0)
+        resumed = Prefill(3, (5, 6, 7, *whole[:6]), sampling=Sampling(1.0))
         tokens = [step(StepInput(0, prefill=(resumed,))).tokens[3]]
         tokens += [step(StepInput(number, decode=(3,))).tokens[3] for number in range(5)]
     assert tokens == whole[6:]

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 from click.testing import CliRunner
 
-from tests.bench import fresh, ray_executor, zmq_engine
+from tests.bench import engine, fresh, ray_executor, zmq_engine
 from tests.bench.__main__ import OPTIONAL, PARTS, chosen, main
 from tests.bench.fresh import ROOT, BenchError
 from tests.bench.settings import Settings
@@ -60,7 +60,15 @@ def test_an_optional_part_runs_only_when_it_is_named():
     assert set(PARTS) >= OPTIONAL
     assert set(chosen(())) == set(PARTS) - OPTIONAL
     assert chosen(("zmq", "imports", "zmq")) == ["zmq", "imports"]
-    assert "all but these run: ray, run, zmq" in CliRunner().invoke(main, ["--help"]).output
+    assert "all but these run: engine, ray, run, zmq" in CliRunner().invoke(main, ["--help"]).output
+
+
+@pytest.mark.slow
+def test_the_engine_and_its_peers_under_torchrun_give_the_same_tokens():
+    """The driver compares them itself."""
+    figures = fresh.call(engine.drive, runs=1, new_tokens=4)
+    assert figures.keys() == {"engine", "bare", "transformers"}
+    assert all(speeds.keys() == {"1", "8"} for runs in figures.values() for speeds in runs)
 
 
 def test_the_streams_and_round_trips_of_the_rpc_bring_what_they_should():

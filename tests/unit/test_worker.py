@@ -136,6 +136,8 @@ async def test_outputs_of_rank_0_are_put_out_and_those_of_other_ranks_are_not() 
         for _ in range(100):
             await asyncio.sleep(0)
         assert outputs == ([0, 1, 2, 3, 4] if rank == 0 else [])
+        assert worker.agent is not None
+        assert worker.agent._outputs.empty()  # nor do they pile up
         await worker.stop_async()
 
 
