@@ -198,7 +198,13 @@ class CausalLMAgent(ModelAgent):
         lengths = [len(one.token_ids) for one in pieces]
         logits = self._run(
             [[token for one in pieces for token in one.token_ids]],
-            [[position for start, length in zip(starts, lengths, strict=True) for position in range(start, start + length)]],
+            [
+                [
+                    position
+                    for start, length in zip(starts, lengths, strict=True)
+                    for position in range(start, start + length)
+                ]
+            ],
             PromptView(self._cache, slots, starts, lengths),
             keep=[end - 1 for end, one in zip(accumulate(lengths), pieces, strict=True) if one.is_last],
         )
@@ -240,7 +246,7 @@ class CausalLMAgent(ModelAgent):
     def _run(
         self, token_ids: list[list[int]], positions: list[list[int]], view: SlotView, *, keep: list[int]
     ) -> torch.Tensor:
-        """Run the model on [batch, tokens]; return this rank's logits at the indices `keep`, [batch, len(keep), share]."""
+        """Run the model on [batch, tokens]; return this rank's logits at `keep`, [batch, len(keep), share]."""
         output = self._model(
             input_ids=torch.tensor(token_ids, device=self.device),
             position_ids=torch.tensor(positions, device=self.device),

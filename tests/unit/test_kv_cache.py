@@ -56,7 +56,9 @@ def test_pieces_of_prompts_attend_to_the_pieces_before_them() -> None:
     outputs: dict[int, list[Tensor]] = {1: [], 3: []}
     # Both prompts are cut in pieces of other sizes: (start, end) in slot 1 and in slot 3.
     for first, second in [((0, 4), (0, 1)), ((4, 5), (1, 3)), ((5, 9), (3, 6))]:
-        parts = [torch.cat([a[:, :, slice(*first)], b[:, :, slice(*second)]], dim=2) for a, b in zip(one, other)]
+        parts = [
+            torch.cat([a[:, :, slice(*first)], b[:, :, slice(*second)]], dim=2) for a, b in zip(one, other, strict=True)
+        ]
         sizes = [first[1] - first[0], second[1] - second[0]]
         output = PromptView(cache, [1, 3], [first[0], second[0]], sizes).attend(0, *parts, None)
         for slot, part in zip((1, 3), output.split(sizes, dim=2), strict=True):
