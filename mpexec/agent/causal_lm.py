@@ -194,18 +194,12 @@ class CausalLMAgent(ModelAgent):
 
     def _prefill(self, pieces: Sequence[Prefill], output: StepOutput) -> None:
         """Run the pieces one after the other in a single pass; add the first new token of each prompt that ends."""
-        slots, starts = [one.slot for one in pieces], [one.start for one in pieces]
-        lengths = [len(one.token_ids) for one in pieces]
+        starts, lengths = [one.start for one in pieces], [len(one.token_ids) for one in pieces]
+        spans = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         logits = self._run(
             [[token for one in pieces for token in one.token_ids]],
-            [
-                [
-                    position
-                    for start, length in zip(starts, lengths, strict=True)
-                    for position in range(start, start + length)
-                ]
-            ],
-            PromptView(self._cache, slots, starts, lengths),
+            [[position for span in spans for position in span]],
+            PromptView(self._cache, [one.slot for one in pieces], starts, lengths),
             keep=[end - 1 for end, one in zip(accumulate(lengths), pieces, strict=True) if one.is_last],
         )
         for piece in pieces:

@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=8,
         max_position_embeddings=64,
         initializer_range=0.2,
+        tie_word_embeddings=True,
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="30KB")
     return folder
@@ -120,7 +121,9 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(folder: Pat
     ):
         built(tmp_path)
     save_file(whole, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"lm_head.weight has shape \[101, 32\] where the model has \[101, 40\]"):
+    with pytest.raises(
+        ConfigError, match=r"model.embed_tokens.weight has shape \[101, 32\] where the model has \[101, 40\]"
+    ):
         built(copy_config(folder, tmp_path, hidden_size=40))
     # A tensor too many does no harm: folders have those of training, or of a vision part.
     save_file({**whole, "extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
@@ -159,7 +162,7 @@ def test_replaced_weights_give_the_tokens_of_a_model_loaded_with_them(folder: Pa
         assert wanted != before
         for wrong, message in [
             ({**other, "extra.weight": torch.zeros(2)}, "extra.weight is not in the model"),
-            ({name: one for name, one in other.items() if "lm_head" not in name}, "lm_head.weight is missing"),
+            ({name: one for name, one in other.items() if "q_norm" not in name}, "q_norm.weight is missing"),
             (
                 {**other, "model.norm.weight": torch.zeros(3)},
                 r"model.norm.weight has shape \[3\] where the model has \[32\]",
