@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
+from mpexec.agent.hub import resolve_model
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.config import EngineConfig, WorkerSpec
 from mpexec.engine.engine_loop import EngineLoop
@@ -126,7 +127,7 @@ class ModelPlan:
             from mpexec.models import default_model_path
 
             path = default_model_path()
-        facts = read_checkpoint(path)
+        facts = read_checkpoint(resolve_model(path))
         check_tensor_parallel(facts, tp)
         if not facts.nbytes:
             raise ConfigError(
