@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpexec import Engine, EngineConfig, SamplingParams
-from mpexec.agent.sharding import import_transformers
+from mpexec.agent.loading import import_transformers
 from mpexec.engine.engine import GenerationOutput
 from mpexec.models import default_model_path
 
