@@ -33,6 +33,7 @@ class ModelAgent(TaskOwner):
     local_rank: int = 0
     device: str = "cpu"
     _report: Callable[[str], None] | None = None
+    _on_forward: Callable[[bool], None] | None = None
     _tasks: TaskSet | None = None
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -87,7 +88,17 @@ class ModelAgent(TaskOwner):
 
     async def _forward_loop(self) -> None:
         while True:
-            self._outputs.put_nowait(await _finish(self.forward(await self._prepared.get())))
+            inputs = await self._prepared.get()
+            self._tell_forward(True)
+            try:
+                output = await _finish(self.forward(inputs))
+            finally:
+                self._tell_forward(False)
+            self._outputs.put_nowait(output)
+
+    def _tell_forward(self, begins: bool) -> None:
+        if self._on_forward is not None:
+            self._on_forward(begins)
 
 
 async def _finish(result: Any) -> Any:

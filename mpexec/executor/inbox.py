@@ -104,6 +104,11 @@ class Inbox:
         self._turned_ns = 0
         self._closed = False
 
+    @property
+    def waits(self) -> tuple[int, int]:
+        """How many waits ended while somebody was spinning, and how many in sleep."""
+        return self._spinner.hits, self._spinner.parks
+
     # -- draining ------------------------------------------------------------------------------------------------
 
     def has_news(self) -> bool:
@@ -261,6 +266,7 @@ class Inbox:
         spinner = self._spinner
         if spinner.spin(partial(self._look, pending)):
             return
+        spinner.parks += 1
         try:
             self._leader_parked = True
             self._republish()
@@ -338,6 +344,7 @@ class Inbox:
         """Wait on the running loop until the call or output has come. The loop gets its turns meanwhile."""
         if waiting.done or await self._probe(waiting):
             return
+        self._spinner.parks += 1
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
