@@ -7,8 +7,8 @@ import os
 import secrets
 
 from mpexec.config import WorkerSpec
-from mpexec.transport import linux
 from mpexec.histogram import Histogram
+from mpexec.transport import linux
 from mpexec.transport.channel import Receiver, Sender
 from mpexec.transport.durations import Durations, create_durations
 from mpexec.transport.pool import PoolReader, PoolWriter, create_pool_memory

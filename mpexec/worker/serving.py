@@ -24,9 +24,9 @@ from mpexec.transport.channel import (
     Receiver,
     Sender,
 )
-from mpexec.transport.durations import Durations
-from mpexec.transport.frame import PLAIN, dump_plain, dumps, encode, load_plain
 from mpexec.transport.doorbell import Spinner
+from mpexec.transport.durations import SHORT_NS, Durations
+from mpexec.transport.frame import PLAIN, dump_plain, dumps, encode, load_plain
 from mpexec.transport.ring import (
     DRIVER_PARKED,
     FORWARD_SINCE,
@@ -83,6 +83,7 @@ class RankServer:
         self.spinner: Spinner | None = None
         self._durations = durations
         self._note = durations.add
+        self._short = durations.short
 
     def serve(self, worker: BaseWorker) -> None:
         """Begin to answer for `worker`; on the thread that will run the loop."""
@@ -100,7 +101,11 @@ class RankServer:
     def park(self, parked: bool) -> None:
         """Publish whether the driver must ring this rank's doorbell."""
         self._call_ring.park(1 if parked else 0)
-        if parked and self.spinner is not None:
+        if not parked:
+            return
+        if self._short:
+            self._durations.publish_short()
+        if self.spinner is not None:
             self._progress[SPIN_HITS] = self.spinner.hits
             self._progress[PARKS] = self.spinner.parks
 
@@ -127,7 +132,7 @@ class RankServer:
             return
         ring = self._call_ring
         progress = self._progress
-        note = self._note
+        note, short = self._note, self._short
         end = 0
         while not self._unsent and (record := ring.read()) is not None:
             if record.kind == PLAIN_CALL and record.call_id > self.drop_until:
@@ -145,8 +150,11 @@ class RankServer:
                 if started:  # its first step comes before the next call, so that calls start in order
                     return
                 now = time.monotonic_ns()  # the reply is out: this costs the caller nothing
-                method = call[1]
-                note(method if type(method) is str else call.name, now - since)
+                method = call[1] if type(call[1]) is str else call.name
+                if now - since < SHORT_NS:
+                    short[method] += 1
+                else:
+                    note(method, now - since)
             else:
                 now = time.monotonic_ns()
             if self._driver_words[0] == ring.tail:
