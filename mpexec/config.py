@@ -209,18 +209,21 @@ class EngineConfig:
 
     Attributes:
         max_slots: Requests decoded together.
-        max_queue: Requests that may wait for a slot; one more raises `QueueFullError`.
+        max_queue: Requests that may wait for a slot; one more raises `QueueFullError`, unless it asks to wait.
         max_length: Tokens of prompt and answer together; None means the model's context length.
+        prefill_chunk: Tokens of prompts that one step takes in, so that a long prompt does not hold up running answers
+            for longer than that. A longer prompt is cut into pieces; a shorter one is not.
         stop_timeout: Seconds that `stop` may take.
     """
 
     max_slots: int = 8
     max_queue: int = 1024
     max_length: int | None = None
+    prefill_chunk: int = 512
     stop_timeout: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "max_queue"):
+        for name in ("max_slots", "max_queue", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: use at least 1")
         if self.max_length is not None and self.max_length < 2:

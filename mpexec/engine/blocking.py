@@ -74,13 +74,18 @@ class BlockingEngine:
         return plan
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        wait: bool = False,
     ) -> Generator[GenerationOutput, None, None]:
         """Continue a prompt; iterate over the result with `for`. As `Engine.generate`, from any thread.
 
         Leaving the loop early, or closing the generator, takes the request out before the next step.
         """
-        outputs = self._engine.generate(prompt, params)
+        outputs = self._engine.generate(prompt, params, priority=priority, wait=wait)
         return self._pieces(outputs)
 
     def _pieces(self, outputs: Any) -> Generator[GenerationOutput, None, None]:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
+from mpexec.agent.steps import TokenLogprobs
 from mpexec.config import EngineConfig, WorkerSpec
 from mpexec.engine.engine_loop import EngineLoop
-from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType, SamplingParams
+from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.engine.scheduler import Scheduler, check_prompt
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
@@ -35,16 +37,18 @@ class GenerationOutput:
     """One piece of an answer.
 
     Attributes:
-        text: The text since the piece before; never ends inside a character, and may be empty.
+        text: The text since the piece before; never ends inside a character or a stop string, and may be empty.
         token_ids: The tokens since the piece before. A token that ends the text is among them, without text of its own.
         finish_reason: "stop" or "length" in the last piece, else None.
         prompt_token_ids: The whole prompt, as the model saw it.
+        logprobs: One for each of `token_ids`; None unless they were asked for.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
     prompt_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,18 @@ class ModelPlan:
         check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
         return token_ids
 
+    def text_stream(self, params: SamplingParams) -> TextStream | None:
+        """What makes the text of one answer; None for a model without tokenizer.
+
+        Raises:
+            ConfigError: There are stop strings, and no tokenizer that could find them.
+        """
+        if self.tokenizer is None:
+            if params.stop_strings:
+                raise ConfigError(f"stop={params.stop!r}: {self.facts.path} has no tokenizer; use stop_token_ids")
+            return None
+        return TextStream(self.tokenizer, params.stop_strings)
+
     def worker_spec(self, config: EngineConfig, *, dtype: str = "float32", **fields: Any) -> WorkerSpec:
         """What the ranks need; `fields` are further fields of `WorkerSpec`."""
         return WorkerSpec(
@@ -174,6 +190,7 @@ class ModelPlan:
             vocab_size=self.facts.vocab_size,
             eos_token_ids=self.facts.eos_token_ids,
             first_step=first_step,
+            prefill_chunk=config.prefill_chunk,
         )
 
 
@@ -283,7 +300,12 @@ class Engine(TaskOwner):
         return tuple(row["node"] for row in self.executor.describe()["ranks"] if "node" in row)
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        wait: bool = False,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Continue a prompt; iterate over the result with `async for`.
 
@@ -293,27 +315,31 @@ class Engine(TaskOwner):
         Args:
             prompt: Text, or token ids.
             params: How to sample and when to end.
+            priority: Among the requests that wait for a slot, lower ones start first, and within a priority the oldest.
+                Of nine that start, one at least is the one that has waited longest, so that nobody waits for ever.
+            wait: Where the queue is full, wait all the same; False raises `QueueFullError`.
 
         Raises:
-            ConfigError: At once: the prompt is empty, too long or not of this vocabulary.
+            ConfigError: At once: the prompt is empty, too long or not of this vocabulary, or a value cannot work.
             QueueFullError: While iterating: no room for another request.
             EngineStoppedError: While iterating: the engine failed (`__cause__` is the root cause) or was stopped.
             WrongStateError: While iterating: never started, or started on another event loop.
         """
-        return self._generate(self._plan.encode(prompt), params or SamplingParams())
+        params = params or SamplingParams()
+        text = self._plan.text_stream(params)
+        return self._generate(Generation(self._plan.encode(prompt), params, text, priority, wait))
 
-    async def _generate(
-        self, prompt: tuple[int, ...], params: SamplingParams
-    ) -> AsyncGenerator[GenerationOutput, None]:
-        text = TextStream(self._plan.tokenizer) if self._plan.tokenizer is not None else None
-        request = self.requests.post_request(RequestType.GENERATE, Generation(prompt, params))
+    async def _generate(self, generation: Generation) -> AsyncGenerator[GenerationOutput, None]:
+        request = self.requests.post_request(RequestType.GENERATE, generation)
+        prompt = generation.prompt_token_ids
         try:
             while True:
                 response = await request.receive_async()
                 if (error := response.to_exception()) is not None:
                     raise error
-                piece = text.push(response.token_ids, last=response.is_last) if text is not None else ""
-                yield GenerationOutput(piece, response.token_ids, response.finish_reason, prompt)
+                yield GenerationOutput(
+                    response.text, response.token_ids, response.finish_reason, prompt, response.logprobs
+                )
                 if response.is_last:
                     return
         finally:

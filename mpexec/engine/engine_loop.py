@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from mpexec.agent.steps import StepInput, StepOutput
+from mpexec.agent.steps import StepOutput
 from mpexec.engine.request import Generation, Request, RequestManager, RequestType, Response, ResponseType
 from mpexec.engine.scheduler import Progress, Scheduler
 from mpexec.errors import (
@@ -137,7 +137,7 @@ class EngineLoop(TaskOwner):
         generation: Generation = request.data
         self.counters.requests += 1
         try:
-            self.scheduler.add(request.request_id, generation.prompt_token_ids, generation.params)
+            self.scheduler.add(request.request_id, generation)
         except (QueueFullError, ConfigError) as error:
             kind = ResponseType.QUEUE_FULL if isinstance(error, QueueFullError) else ResponseType.INPUT_ERROR
             self.counters.refused += 1
@@ -147,25 +147,27 @@ class EngineLoop(TaskOwner):
             self._work.set()
 
     async def _main_loop(self) -> None:
+        """Keep two steps in flight: the ranks go on with the next one while the tokens of this one are handed out."""
         await self._executor_started.wait()
         while True:
-            step = self.scheduler.next_step()
-            if step is None:
+            while (step := self.scheduler.next_step()) is not None:
+                await self._executor.forward_async(step)
+            if not self.scheduler.in_flight:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            output = await self._run_step(step)
+            output = await self._next_output()
             self.counters.steps += 1
             self._outbox.put_nowait(self.scheduler.complete(output))
             # An output that is there at once does not suspend this task; callers and cancellations need their turn.
             await asyncio.sleep(0)
 
-    async def _run_step(self, step: StepInput) -> StepOutput:
-        """Run one step on all ranks."""
-        await self._executor.forward_async(step)
+    async def _next_output(self) -> StepOutput:
+        """The output of the oldest step in flight."""
+        step_id = self.scheduler.oldest_step_id
         output = await self._executor.get_output_async()
-        while isinstance(output, StepOutput) and output.step_id < step.step_id:
-            logger.debug("late output dropped: step=%d expected=%d", output.step_id, step.step_id)
+        while isinstance(output, StepOutput) and output.step_id < step_id:
+            logger.debug("late output dropped: step=%d expected=%d", output.step_id, step_id)
             output = await self._executor.get_output_async()
         if not isinstance(output, StepOutput):
             raise TransportError(f"the agent put out a {type(output).__name__}, expected a StepOutput")
@@ -186,7 +188,9 @@ class EngineLoop(TaskOwner):
         request = self._requests.find(one.request_id)
         if request is not None:
             kind = ResponseType.SUCCESS if one.finish_reason is None else ResponseType.FINISH
-            self._requests.post_response(request, Response(kind, (one.token_id,), one.finish_reason))
+            logprobs = None if one.logprobs is None else (one.logprobs,)
+            response = Response(kind, (one.token_id,), one.finish_reason, text=one.text, logprobs=logprobs)
+            self._requests.post_response(request, response)
 
     async def wait_tasks(self) -> None:
         """Wait until a task or a rank fails; return only after `stop`.

@@ -7,7 +7,6 @@ request manager. What differs: a stop reaches every caller by event, with the ro
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,46 +14,38 @@ from enum import Enum, IntEnum
 from itertools import count
 from typing import Any, Literal
 
+from mpexec.agent.steps import TokenLogprobs
+from mpexec.engine.sampling_params import SamplingParams
+from mpexec.engine.tokenizer import TextStream
 from mpexec.errors import ConfigError, EngineStoppedError, WrongStateError
 
 FinishReason = Literal["stop", "length", "cancel"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How to continue one prompt.
-
-    Attributes:
-        max_new_tokens: Most tokens to generate; the context limit may end the text earlier.
-        temperature: 0 takes the most likely token each time; above 0 a token is drawn.
-        seed: Starts the random numbers of this request; the same seed gives the same text. No effect at temperature 0.
-        ignore_eos: Go on after a token that ends a text.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if not _is_integer(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={self.max_new_tokens!r}: use an integer of at least 1")
-        if not isinstance(self.temperature, int | float) or not 0 <= self.temperature <= sys.float_info.max:
-            raise ConfigError(f"temperature={self.temperature!r}: use 0 (greedy) or a finite number above 0")
-        if not _is_integer(self.seed) or not 0 <= self.seed < 1 << 63:
-            raise ConfigError(f"seed={self.seed!r}: use an integer from 0 to 2**63 - 1")
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+MAX_PRIORITY = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The data of a GENERATE request."""
+    """The data of a GENERATE request.
+
+    Attributes:
+        prompt_token_ids: Checked already.
+        params: How to continue it.
+        text: Makes the answer's text, which may end it; None for token ids only.
+        priority: Lower ones start first; from -1000 to 1000.
+        wait: Where the queue is full, wait all the same instead of being refused.
+    """
 
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    text: TextStream | None = None
+    priority: int = 0
+    wait: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
+            raise ConfigError(
+                f"priority={self.priority!r}: use an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}; lower starts first"
+            )
 
 
 class RequestType(IntEnum):
@@ -81,6 +72,8 @@ class Response:
 
     Attributes:
         token_ids: New tokens since the response before.
+        text: The text that has become certain since then; empty for a request without text.
+        logprobs: One for each token, or None if they were not asked for.
         finish_reason: "stop" (a token that ends the text), "length" (a limit) or "cancel"; None while it goes on.
         error: Why it was refused; for ENGINE_STOP_ERROR the root cause, an `EngineStoppedError` after a plain stop.
     """
@@ -89,6 +82,8 @@ class Response:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def is_last(self) -> bool:
@@ -99,7 +94,14 @@ class Response:
         """This response with the tokens of an earlier one, that nobody has read, in front."""
         if earlier is None:
             return self
-        return Response(self.type, earlier.token_ids + self.token_ids, self.finish_reason, self.error)
+        return Response(
+            self.type,
+            earlier.token_ids + self.token_ids,
+            self.finish_reason,
+            self.error,
+            earlier.text + self.text,
+            self.logprobs if earlier.logprobs is None else earlier.logprobs + (self.logprobs or ()),
+        )
 
     def to_exception(self) -> BaseException | None:
         """A new exception for the caller; None for tokens.

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpexec.engine.stopping import StopStrings
 from mpexec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,16 +75,31 @@ class Tokenizer:
 class TextStream:
     """The text of one answer, piece by piece.
 
-    A piece never ends inside a character, and all pieces together equal `decode` of all tokens.
+    A piece never ends inside a character, nor inside a stop string, and all pieces together equal `decode` of all
+    tokens, up to the first stop string.
+
+    Args:
+        tokenizer: Of the model.
+        stop: Strings that end the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []  # context tokens, then tokens whose text has not been given out
         self._shown = ""  # text of the context tokens
+        self._stops = StopStrings(stop)
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string has come; the text is complete."""
+        return self._stops.found
 
     def push(self, token_ids: tuple[int, ...], *, last: bool) -> str:
         """Take new tokens and return the text that is certain by now; with `last`, all that is left."""
+        return self._stops.push(self._decode(token_ids, last), last=last)
+
+    def _decode(self, token_ids: tuple[int, ...], last: bool) -> str:
+        """The text of which no later token can change anything."""
         self._window.extend(token_ids)
         text = self._tokenizer.decode(self._window)
         if not last and self._may_change(text):

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mpexec.engine.engine import GenerationOutput
-from mpexec.engine.request import SamplingParams
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.errors import MpexecError
 from mpexec.http.generation import (
     Indexed,

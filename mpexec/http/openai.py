@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpexec.engine.request import SamplingParams
+from mpexec.engine.sampling_params import SamplingParams
 
 Prompt = str | tuple[int, ...]
 Message = dict[str, Any]

@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from mpexec.config import EngineConfig, StartMethod
 from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan
-from mpexec.engine.request import SamplingParams
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.http.chat import ChatTemplate
 from mpexec.mp_engine.zmq_engine import ZMQEngine
 
@@ -21,7 +21,12 @@ class ServedEngine(Protocol):
     def plan(self) -> ModelPlan: ...
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        wait: bool = False,
     ) -> AsyncGenerator[GenerationOutput, None]: ...
 
     def health(self) -> Health: ...

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
+from mpexec.engine.request import Generation
 from mpexec.errors import ConnectionLostError, EngineStoppedError, WrongStateError
 from mpexec.mp_engine.sockets import ClientKeys, check_address
 from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
@@ -74,18 +75,27 @@ class EngineClient(TaskOwner):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        wait: bool = False,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """Continue a prompt; as `Engine.generate`, which says how it ends and what is raised."""
-        return self._generate(self.plan.encode(prompt), params or SamplingParams())
+        # Made here as well as at the other end, so that what cannot work is refused at the call.
+        params = params or SamplingParams()
+        text = self.plan.text_stream(params)
+        return self._generate(Generation(self.plan.encode(prompt), params, text, priority, wait))
 
-    async def _generate(
-        self, prompt: tuple[int, ...], params: SamplingParams
-    ) -> AsyncGenerator[GenerationOutput, None]:
-        pieces = self._usable_client().stream("generate", list(prompt), params, credit=_CREDIT)
+    async def _generate(self, wanted: Generation) -> AsyncGenerator[GenerationOutput, None]:
+        prompt = wanted.prompt_token_ids
+        pieces = self._usable_client().stream(
+            "generate", list(prompt), wanted.params, wanted.priority, wanted.wait, credit=_CREDIT
+        )
         try:
-            async for text, token_ids, finish_reason in pieces:
-                yield GenerationOutput(text, token_ids, finish_reason, prompt)
+            async for text, token_ids, finish_reason, logprobs in pieces:
+                yield GenerationOutput(text, token_ids, finish_reason, prompt, logprobs)
         except EngineStoppedError as stopped:
             ended = await self._stopped(stopped.__cause__, stopped)
             raise ended from ended.__cause__

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from mpexec.agent.checkpoint import CheckpointFacts
+from mpexec.agent.steps import TokenLogprobs
 from mpexec.engine.engine import Engine, Metrics, SamplingParams
 from mpexec.errors import EngineStoppedError
 from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
@@ -14,7 +15,7 @@ from mpexec.tasks import TaskOwner, TaskSet
 
 _METRICS_EVERY_S = 0.1
 
-Piece = tuple[str, tuple[int, ...], str | None]
+Piece = tuple[str, tuple[int, ...], str | None, tuple[TokenLogprobs, ...] | None]
 
 
 class EngineService(TaskOwner):
@@ -73,19 +74,21 @@ class EngineService(TaskOwner):
         """Stop the engine's tasks; every open request hears of it. `start_engine` may follow."""
         await self._engine.stop_async()
 
-    async def generate(self, prompt: list[int], params: SamplingParams) -> AsyncGenerator[Piece, None]:
-        """Continue a prompt, as `Engine.generate`: text, token ids and finish reason of each piece."""
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, priority: int = 0, wait: bool = False
+    ) -> AsyncGenerator[Piece, None]:
+        """Continue a prompt, as `Engine.generate`: text, token ids, finish reason, logprobs."""
         if self._draining:
             raise EngineStoppedError("the engine is about to end: it finishes what runs and takes no new requests")
         self._streams += 1
         self._idle.clear()
         self._changed.set()
         try:
-            async with aclosing(self._engine.generate(prompt, params)) as outputs:
+            async with aclosing(self._engine.generate(prompt, params, priority=priority, wait=wait)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is not None:
                         self._server.publish(self._engine.metrics())
-                    yield output.text, output.token_ids, output.finish_reason
+                    yield output.text, output.token_ids, output.finish_reason, output.logprobs
         finally:
             self._streams -= 1
             self._changed.set()

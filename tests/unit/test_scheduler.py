@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mpexec.agent.steps import StepInput, StepOutput
-from mpexec.engine.request import SamplingParams
+from mpexec.engine.request import Generation
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.engine.scheduler import Progress, Scheduler
 from mpexec.errors import ConfigError, QueueFullError, TransportError
 
@@ -23,6 +24,10 @@ def make(**fields: Any) -> Scheduler:
 
 def params(new: int = 100, **fields: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=new, **fields)
+
+
+def add(scheduler: Scheduler, request_id: int, prompt: tuple[int, ...], params: SamplingParams, **fields: Any) -> None:
+    scheduler.add(request_id, Generation(prompt, params, **fields))
 
 
 def run(scheduler: Scheduler, token: int | Callable[[int], int] = 7) -> tuple[StepInput, list[Progress]]:
@@ -40,7 +45,7 @@ def test_an_empty_scheduler_has_no_step() -> None:
 
 def test_a_prompt_is_prefilled_then_decoded_and_every_step_yields_one_token() -> None:
     scheduler = make()
-    scheduler.add(1, (5, 6), params(temperature=0.5, seed=3))
+    add(scheduler, 1, (5, 6), params(temperature=0.5, seed=3))
     step, progress = run(scheduler)
     assert [(one.token_ids, one.sampling.temperature, one.sampling.seed) for one in step.prefill] == [((5, 6), 0.5, 3)]
     assert step.decode == ()
@@ -52,7 +57,7 @@ def test_a_prompt_is_prefilled_then_decoded_and_every_step_yields_one_token() ->
 
 def test_the_first_step_frees_every_slot_so_that_a_used_agent_can_be_taken_over() -> None:
     scheduler = make(max_slots=3, first_step=41)
-    scheduler.add(1, (5,), params())
+    add(scheduler, 1, (5,), params())
     step, _ = run(scheduler)
     assert (step.step_id, sorted(step.free)) == (41, [0, 1, 2])
     step, _ = run(scheduler)
@@ -62,7 +67,7 @@ def test_the_first_step_frees_every_slot_so_that_a_used_agent_can_be_taken_over(
 def test_requests_join_and_leave_between_steps_first_come_first_served() -> None:
     scheduler = make(max_slots=2)
     for request_id in (1, 2, 3, 4):
-        scheduler.add(request_id, (5,), params(2))
+        add(scheduler, request_id, (5,), params(2))
     step, progress = run(scheduler)
     assert [one.request_id for one in progress] == [1, 2]
     assert (scheduler.running, scheduler.waiting) == (2, 2)
@@ -71,7 +76,7 @@ def test_requests_join_and_leave_between_steps_first_come_first_served() -> None
     step, progress = run(scheduler)
     assert sorted(step.free) == sorted(start.slot for start in step.prefill) == [0, 1]
     assert [one.request_id for one in progress] == [3, 4]
-    scheduler.add(5, (5,), params(1))
+    add(scheduler, 5, (5,), params(1))
     step, progress = run(scheduler)
     assert len(step.decode) == 2
     assert step.prefill == ()
@@ -82,9 +87,9 @@ def test_requests_join_and_leave_between_steps_first_come_first_served() -> None
 
 def test_a_late_request_joins_while_another_is_decoded() -> None:
     scheduler = make()
-    scheduler.add(1, (5,), params())
+    add(scheduler, 1, (5,), params())
     run(scheduler)
-    scheduler.add(2, (6,), params())
+    add(scheduler, 2, (6,), params())
     step, progress = run(scheduler)
     assert (step.decode, [start.slot for start in step.prefill]) == ((0,), [1])
     assert {one.request_id for one in progress} == {1, 2}
@@ -92,7 +97,7 @@ def test_a_late_request_joins_while_another_is_decoded() -> None:
 
 def test_a_token_that_ends_the_text_is_the_last_one() -> None:
     scheduler = make()
-    scheduler.add(1, (5,), params())
+    add(scheduler, 1, (5,), params())
     _, progress = run(scheduler, EOS)
     assert progress == [Progress(1, EOS, "stop")]
     assert scheduler.next_step() is None
@@ -100,20 +105,20 @@ def test_a_token_that_ends_the_text_is_the_last_one() -> None:
 
 def test_ignore_eos_goes_on_to_the_limit() -> None:
     scheduler = make()
-    scheduler.add(1, (5,), params(2, ignore_eos=True))
+    add(scheduler, 1, (5,), params(2, ignore_eos=True))
     assert run(scheduler, EOS)[1] == [Progress(1, EOS, None)]
     assert run(scheduler, EOS)[1] == [Progress(1, EOS, "length")]
 
 
 def test_eos_as_the_last_allowed_token_counts_as_stop() -> None:
     scheduler = make()
-    scheduler.add(1, (5,), params(1))
+    add(scheduler, 1, (5,), params(1))
     assert run(scheduler, EOS)[1] == [Progress(1, EOS, "stop")]
 
 
 def test_the_context_limit_ends_a_text_with_reason_length() -> None:
     scheduler = make(max_length=6)
-    scheduler.add(1, (1, 2, 3), params())
+    add(scheduler, 1, (1, 2, 3), params())
     reasons = [run(scheduler)[1][0].finish_reason for _ in range(3)]
     assert reasons == [None, None, "length"]
     assert scheduler.next_step() is None
@@ -132,27 +137,27 @@ def test_the_context_limit_ends_a_text_with_reason_length() -> None:
 def test_a_prompt_that_would_bring_down_the_ranks_is_refused(prompt: tuple[int, ...], words: str) -> None:
     scheduler = make()
     with pytest.raises(ConfigError, match=words):
-        scheduler.add(1, prompt, params())
+        add(scheduler, 1, prompt, params())
     assert scheduler.next_step() is None
 
 
 def test_the_queue_is_bounded_beyond_the_free_slots() -> None:
     scheduler = make(max_slots=2, max_queue=1)
     for request_id in (1, 2, 3):
-        scheduler.add(request_id, (5,), params())
+        add(scheduler, request_id, (5,), params())
     with pytest.raises(QueueFullError, match="max_queue=1"):
-        scheduler.add(4, (5,), params())
+        add(scheduler, 4, (5,), params())
     run(scheduler)
     with pytest.raises(QueueFullError):
-        scheduler.add(4, (5,), params())
+        add(scheduler, 4, (5,), params())
     scheduler.cancel(3)
-    scheduler.add(4, (5,), params())
+    add(scheduler, 4, (5,), params())
 
 
 def test_cancelling_a_waiting_request_takes_it_out_of_the_queue() -> None:
     scheduler = make(max_slots=1)
-    scheduler.add(1, (5,), params(1))
-    scheduler.add(2, (5,), params(1))
+    add(scheduler, 1, (5,), params(1))
+    add(scheduler, 2, (5,), params(1))
     assert scheduler.cancel(2)
     run(scheduler)
     assert scheduler.next_step() is None
@@ -160,8 +165,8 @@ def test_cancelling_a_waiting_request_takes_it_out_of_the_queue() -> None:
 
 def test_cancelling_a_running_request_frees_its_slot_in_the_next_step() -> None:
     scheduler = make(max_slots=1)
-    scheduler.add(1, (5,), params())
-    scheduler.add(2, (6,), params())
+    add(scheduler, 1, (5,), params())
+    add(scheduler, 2, (6,), params())
     run(scheduler)
     assert scheduler.cancel(1)
     step, progress = run(scheduler)
@@ -171,8 +176,8 @@ def test_cancelling_a_running_request_frees_its_slot_in_the_next_step() -> None:
 
 def test_the_token_of_a_request_cancelled_during_the_step_is_dropped() -> None:
     scheduler = make()
-    scheduler.add(1, (5,), params())
-    scheduler.add(2, (6,), params())
+    add(scheduler, 1, (5,), params())
+    add(scheduler, 2, (6,), params())
     step = scheduler.next_step()
     assert step is not None
     assert scheduler.cancel(1)
@@ -183,7 +188,7 @@ def test_the_token_of_a_request_cancelled_during_the_step_is_dropped() -> None:
 
 def test_cancelling_twice_or_something_unknown_changes_nothing() -> None:
     scheduler = make()
-    scheduler.add(1, (5,), params())
+    add(scheduler, 1, (5,), params())
     assert scheduler.cancel(1)
     assert not scheduler.cancel(1)
     assert not scheduler.cancel(17)
@@ -191,13 +196,13 @@ def test_cancelling_twice_or_something_unknown_changes_nothing() -> None:
 
 def test_an_output_of_another_step_or_without_a_slot_is_refused() -> None:
     scheduler = make()
-    scheduler.add(1, (5,), params())
+    add(scheduler, 1, (5,), params())
     step = scheduler.next_step()
     assert step is not None
     with pytest.raises(TransportError, match=f"step {step.step_id + 1} arrived"):
         scheduler.complete(StepOutput(step.step_id + 1, {0: 7}))
     scheduler = make()
-    scheduler.add(1, (5,), params())
+    add(scheduler, 1, (5,), params())
     step = scheduler.next_step()
     assert step is not None
     with pytest.raises(TransportError, match="slot 0"):
@@ -215,7 +220,7 @@ def test_whatever_joins_leaves_and_is_cancelled_slots_stay_consistent_and_order_
     cancelled: set[int] = set()
     for request_id in range(60):
         wanted[request_id] = dice.randrange(1, 8)
-        scheduler.add(request_id, (dice.randrange(90),), params(wanted[request_id], seed=request_id))
+        add(scheduler, request_id, (dice.randrange(90),), params(wanted[request_id], seed=request_id))
     while (step := scheduler.next_step()) is not None:
         held -= set(step.free)
         for start in step.prefill:

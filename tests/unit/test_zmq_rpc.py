@@ -27,7 +27,7 @@ import pytest
 import zmq
 from hypothesis import strategies
 
-from mpexec.engine.request import SamplingParams
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.errors import (
     ConfigError,
     ConnectionLostError,

@@ -1,0 +1,120 @@
+"""SamplingParams: how one prompt is to be continued, every value checked when it is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mpexec.agent.steps import Sampling
+from mpexec.errors import ConfigError
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256  # characters; the stream may hold back as many
+MAX_STOP_TOKENS = 128
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    Attributes:
+        max_new_tokens: Most tokens to generate; the context limit may end the text earlier.
+        temperature: 0 takes the most likely token each time; above 0 a token is drawn.
+        seed: Starts the random numbers of this request; the same seed gives the same text. No effect at temperature 0.
+        ignore_eos: Go on after a token that the model ends a text with.
+        top_k: Draw from the k most likely tokens only; 0 is all.
+        top_p: Draw from the most likely tokens that together have this probability; 1 is all.
+        min_p: Draw only tokens at least this share as likely as the most likely one; 0 is all.
+        repetition_penalty: Above 1, tokens that prompt or answer have already become less likely; 1 changes nothing.
+        logprobs: Report each token's log probability, and as many of the most likely tokens; None reports nothing.
+        stop: Strings that end the text, one or up to 16; the text ends before them. A tuple once made.
+        stop_token_ids: Further tokens that end the text; they have no text of their own. A tuple once made.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self._check("max_new_tokens", _is_integer(self.max_new_tokens) and self.max_new_tokens >= 1,
+                    "an integer of at least 1")  # fmt: skip
+        self._check("temperature", _within(self.temperature, 0, sys.float_info.max),
+                    "0 (greedy) or a finite number above 0")  # fmt: skip
+        self._check("seed", _is_integer(self.seed) and 0 <= self.seed < 1 << 63, "an integer from 0 to 2**63 - 1")
+        self._check("top_k", _is_integer(self.top_k) and 0 <= self.top_k < 1 << 31,
+                    "0 (all tokens) or an integer of at least 1")  # fmt: skip
+        self._check("top_p", _within(self.top_p, 0, 1) and self.top_p > 0, "a number above 0, up to 1 (all tokens)")
+        self._check("min_p", _within(self.min_p, 0, 1), "a number from 0 (all tokens) to 1")
+        self._check("repetition_penalty",
+                    _within(self.repetition_penalty, 0, sys.float_info.max) and self.repetition_penalty > 0,
+                    "a finite number above 0; 1 is no penalty")  # fmt: skip
+        self._check("logprobs",
+                    self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+                    f"None or an integer from 0 to {MAX_LOGPROBS}")  # fmt: skip
+        self._take_stops()
+
+    def _check(self, name: str, is_good: bool, remedy: str) -> None:
+        if not is_good:
+            raise ConfigError(f"{name}={getattr(self, name)!r}: use {remedy}")
+
+    def _take_stops(self) -> None:
+        """Make tuples of the stops, so that what was checked cannot change."""
+        strings = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
+        self._check(
+            "stop",
+            strings is not None
+            and len(strings) <= MAX_STOPS
+            and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in strings),
+            f"a string, or up to {MAX_STOPS} of them, of 1 to {MAX_STOP_LENGTH} characters each",
+        )
+        tokens = _items(self.stop_token_ids)
+        self._check(
+            "stop_token_ids",
+            tokens is not None
+            and len(tokens) <= MAX_STOP_TOKENS
+            and all(_is_integer(one) and 0 <= one < 1 << 31 for one in tokens),
+            f"up to {MAX_STOP_TOKENS} token ids, integers of at least 0",
+        )
+        object.__setattr__(self, "stop", strings)
+        object.__setattr__(self, "stop_token_ids", tokens)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as the tuple that it is."""
+        return cast("tuple[str, ...]", self.stop)
+
+    def sampling(self) -> Sampling:
+        """What the agent needs of it."""
+        return Sampling(
+            temperature=float(self.temperature),
+            seed=self.seed,
+            top_k=self.top_k,
+            top_p=float(self.top_p),
+            min_p=float(self.min_p),
+            repetition_penalty=float(self.repetition_penalty),
+            logprobs=self.logprobs,
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _within(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def _items(value: Any) -> tuple[Any, ...] | None:
+    """The items of a sequence; None for what is none, a text included."""
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else None
