@@ -12,8 +12,8 @@ import torch
 from mpexec.agent.base import ModelAgent
 from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
 from mpexec.agent.kv_cache import PromptView, SlotCache, SlotView, TokenView
-from mpexec.agent.sampling import sample
-from mpexec.agent.sharding import load_model
+from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights
+from mpexec.agent.sampling import Sampler, choose, logprobs
 from mpexec.agent.steps import Prefill, StepInput, StepOutput
 from mpexec.errors import ConfigError
 
@@ -25,19 +25,25 @@ TOGETHER = 2048
 
 @dataclass(slots=True)
 class Progress:
-    """How far the sequence in a slot has come."""
+    """How far the sequence in a slot has come.
 
-    last_token: int
-    position: int  # of last_token, which is not in the cache yet
-    temperature: float
-    seed: int
+    Attributes:
+        tokens: Of prompt and answer. While pieces of the prompt are missing, the cache holds all of them; then all but
+            the last.
+        complete: Whether the prompt is, and so `tokens` ends with a token of the answer.
+    """
+
+    sampler: Sampler
+    tokens: list[int]
+    complete: bool
 
 
 class CausalLMAgent(ModelAgent):
     """Runs the steps of an engine (`mpexec.agent.steps`) on a causal language model, tensor-parallel over all ranks.
 
-    Greedy results equal those of transformers' `generate` on the same weights. Every rank samples, from the same logits
-    and the same random numbers, so all ranks agree on every token without telling each other.
+    Greedy results equal those of transformers' `generate` on the same weights. Every rank chooses, from the same logits
+    and the same random numbers, so all ranks agree on every token without telling each other. Log-probabilities are
+    in the output of rank 0 only.
     """
 
     def __init__(
@@ -74,14 +80,8 @@ class CausalLMAgent(ModelAgent):
                 this model, or the model does its attention in a way that the cache cannot follow.
         """
         check_tensor_parallel(self._facts, self.world_size)
-        self.report_progress(f"loading {self._facts.path.name}")
-        self._model = load_model(
-            str(self._facts.path),
-            world_size=self.world_size,
-            local_rank=self.local_rank,
-            device=self.device,
-            dtype=self._dtype,
-        )
+        self._source = ModelSource(self._facts.path, self.world_size, self.local_rank, self.device, self._dtype)
+        self._model, self._vocabulary = load_model(self._source, self.report_progress)
         self._cache = SlotCache(
             layers=self._facts.layers,
             slots=self._max_slots,
@@ -105,13 +105,13 @@ class CausalLMAgent(ModelAgent):
         self._check(inputs)
         for slot in inputs.free:
             self._sequences.pop(slot, None)
-        tokens: dict[int, int] = {}
-        # Sequences started below are not among those decoded: `_check` has seen to it.
+        output = StepOutput(inputs.step_id, {})
+        # Prompts completed below are not among those decoded: `_check` has seen to it.
         for prompts in _group(inputs.prefill):
-            tokens.update(self._prefill(prompts))
+            self._prefill(prompts, output)
         if inputs.decode:
-            tokens.update(self._decode(tuple(sorted(inputs.decode))))
-        return StepOutput(inputs.step_id, tokens)
+            self._decode(tuple(sorted(inputs.decode)), output)
+        return output
 
     def reset(self) -> None:
         """Free every slot."""
@@ -139,64 +139,85 @@ class CausalLMAgent(ModelAgent):
 
     def _check(self, inputs: StepInput) -> None:
         """Raise ValueError for what `forward` refuses, before anything has been changed."""
-        busy = self._sequences.keys() - set(inputs.free)
+        held = {slot: one for slot, one in self._sequences.items() if slot not in inputs.free}
         for slot in inputs.decode:
-            if slot not in busy or inputs.decode.count(slot) > 1:
-                raise ValueError(f"slot {slot} cannot be decoded: it holds no sequence, or is named twice")
-            if self._sequences[slot].position >= self._max_length:
+            if slot not in held or not held[slot].complete or inputs.decode.count(slot) > 1:
+                raise ValueError(f"slot {slot} cannot be decoded: it holds no whole prompt, or is named twice")
+            if len(held[slot].tokens) > self._max_length:
                 raise ValueError(f"slot {slot} is full: it holds {self._max_length} tokens")
-        for prompt in inputs.prefill:
-            slot, length = prompt.slot, len(prompt.token_ids)
-            if slot in busy or not 0 <= slot < self._max_slots:
-                raise ValueError(f"slot {slot} is in use or not one of 0 to {self._max_slots - 1}; free it first")
-            busy.add(slot)
-            if not 0 < length < self._max_length:
-                raise ValueError(f"a prompt of {length} tokens does not fit: it needs 1 to {self._max_length - 1}")
-            if min(prompt.token_ids) < 0 or max(prompt.token_ids) >= self._facts.vocab_size:
-                raise ValueError(f"the prompt for slot {slot} has a token outside of 0 to {self._facts.vocab_size - 1}")
+        begun: set[int] = set()
+        for piece in inputs.prefill:
+            if not 0 <= piece.slot < self._max_slots or piece.slot in begun:
+                raise ValueError(f"slot {piece.slot} is named twice or not one of 0 to {self._max_slots - 1}")
+            begun.add(piece.slot)
+            self._check_piece(piece, held.get(piece.slot))
 
-    def _prefill(self, prompts: Sequence[Prefill]) -> dict[int, int]:
-        """Run the prompts one after the other in a single pass; return the first new token of each slot."""
-        slots, lengths = [one.slot for one in prompts], [len(one.token_ids) for one in prompts]
+    def _check_piece(self, piece: Prefill, progress: Progress | None) -> None:
+        """Raise ValueError for a piece that does not follow what its slot holds, or is no part of a possible prompt."""
+        slot, end = piece.slot, piece.start + len(piece.token_ids)
+        if progress is not None and (progress.complete or not piece.start):
+            raise ValueError(f"slot {slot} is in use; free it first")
+        if piece.start != (here := len(progress.tokens) if progress is not None else 0):
+            raise ValueError(f"a piece of the prompt for slot {slot} starts at {piece.start}; it holds {here} tokens")
+        if not piece.start < end < self._max_length:
+            raise ValueError(f"a prompt of {end} tokens does not fit: it needs 1 to {self._max_length - 1}")
+        if min(piece.token_ids) < 0 or max(piece.token_ids) >= self._facts.vocab_size:
+            raise ValueError(f"the prompt for slot {slot} has a token outside of 0 to {self._facts.vocab_size - 1}")
+
+    def _prefill(self, pieces: Sequence[Prefill], output: StepOutput) -> None:
+        """Run the pieces one after the other in a single pass; add the first new token of each prompt that ends."""
+        slots, starts = [one.slot for one in pieces], [one.start for one in pieces]
+        lengths = [len(one.token_ids) for one in pieces]
         logits = self._run(
-            [[token for one in prompts for token in one.token_ids]],
-            [[position for length in lengths for position in range(length)]],
-            PromptView(self._cache, slots, lengths),
-            keep=[end - 1 for end in accumulate(lengths)],
+            [[token for one in pieces for token in one.token_ids]],
+            [[position for start, length in zip(starts, lengths, strict=True) for position in range(start, start + length)]],
+            PromptView(self._cache, slots, starts, lengths),
+            keep=[end - 1 for end, one in zip(accumulate(lengths), pieces, strict=True) if one.is_last],
         )
-        started = [Progress(0, len(one.token_ids) - 1, one.sampling.temperature, one.sampling.seed) for one in prompts]
-        self._sequences.update(zip(slots, started, strict=True))
-        return dict(zip(slots, self._advance(started, logits[0]), strict=True))
+        for piece in pieces:
+            if not piece.start:
+                self._sequences[piece.slot] = Progress(Sampler(piece.sampling), [], False)
+            progress = self._sequences[piece.slot]
+            progress.tokens += piece.token_ids
+            progress.complete = piece.is_last
+        self._advance([one.slot for one in pieces if one.is_last], logits[0], output)
 
-    def _decode(self, slots: Sequence[int]) -> dict[int, int]:
-        """Run one token of each slot in a single pass; return the next ones."""
-        running = [self._sequences[slot] for slot in slots]
-        positions = [one.position for one in running]
+    def _decode(self, slots: Sequence[int], output: StepOutput) -> None:
+        """Run one token of each slot in a single pass; add the next ones."""
+        sequences = [self._sequences[slot].tokens for slot in slots]
+        positions = [len(tokens) - 1 for tokens in sequences]
         view = TokenView(self._cache, slots, positions)
-        logits = self._run([[one.last_token] for one in running], [[one] for one in positions], view, keep=[0])
-        return dict(zip(slots, self._advance(running, logits[:, 0]), strict=True))
+        logits = self._run([[tokens[-1]] for tokens in sequences], [[one] for one in positions], view, keep=[0])
+        self._advance(slots, logits[:, 0], output)
 
-    def _advance(self, sequences: list[Progress], logits: torch.Tensor) -> list[int]:
-        """Choose the next token of each sequence from its row of logits, and step there."""
-        tokens = sample(
-            logits,
-            temperatures=[one.temperature for one in sequences],
-            seeds=[one.seed for one in sequences],
-            positions=[one.position + 1 for one in sequences],
-        )
-        for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.last_token, sequence.position = token, sequence.position + 1
-        return tokens
+    def _advance(self, slots: Sequence[int], logits: torch.Tensor, output: StepOutput) -> None:
+        """Choose the next token of each slot from its row of this rank's logits, and step there."""
+        sequences = [self._sequences[slot] for slot in slots]
+        special = [row for row, one in enumerate(sequences) if one.sampler.needs_logits]
+        tokens = self._vocabulary.argmax(logits) if len(special) < len(sequences) else [0] * len(sequences)
+        if special:
+            whole = self._vocabulary.gather(logits[special])
+            samplers = [sequences[row].sampler for row in special]
+            chosen = choose(whole, samplers, [sequences[row].tokens for row in special])
+            for row, row_logits, token in zip(special, whole, chosen, strict=True):
+                tokens[row] = token
+                count = sequences[row].sampler.sampling.logprobs
+                # Only the answer of rank 0 is looked at.
+                if count is not None and self.rank == 0:
+                    output.logprobs[slots[row]] = logprobs(row_logits, token, count)
+        for slot, sequence, token in zip(slots, sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+            output.tokens[slot] = token
 
     def _run(
         self, token_ids: list[list[int]], positions: list[list[int]], view: SlotView, *, keep: list[int]
     ) -> torch.Tensor:
-        """Run the model on [batch, tokens]; return the logits at the indices `keep`, [batch, len(keep), vocabulary]."""
+        """Run the model on [batch, tokens]; return this rank's logits at the indices `keep`, [batch, len(keep), share]."""
         output = self._model(
             input_ids=torch.tensor(token_ids, device=self.device),
             position_ids=torch.tensor(positions, device=self.device),
             use_cache=False,
-            logits_to_keep=torch.tensor(keep, device=self.device),
+            logits_to_keep=torch.tensor(keep, dtype=torch.int64, device=self.device),
             slot_view=view,
         )
         logits: torch.Tensor = output.logits
@@ -206,8 +227,8 @@ class CausalLMAgent(ModelAgent):
     def _try_model(self) -> None:
         """Meet first-call costs now, and make sure that every layer's attention goes through the cache."""
         # Two tokens, as the vector of a padding token is zero, and so may be its keys and values.
-        self._prefill([Prefill(0, (0, 1))])
-        self._decode((0,))
+        self._prefill([Prefill(0, (0, 1))], output := StepOutput(0, {}))
+        self._decode((0,), output)
         self.reset()
         missing = int((self._cache.values[:, 0].abs().amax(dim=(1, 2, 3)) == 0).sum())
         if missing:
@@ -228,7 +249,7 @@ def _resolve_length(facts: CheckpointFacts, wanted: int | None) -> int:
 
 
 def _group(prompts: Sequence[Prefill]) -> Iterator[list[Prefill]]:
-    """Yield the prompts in order, in groups of at most `TOGETHER` tokens; a longer prompt is a group of its own."""
+    """Yield the pieces in order, in groups of at most `TOGETHER` tokens; a longer piece is a group of its own."""
     group: list[Prefill] = []
     tokens = 0
     for prompt in prompts:

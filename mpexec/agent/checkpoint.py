@@ -59,7 +59,8 @@ def read_checkpoint(path: str | Path) -> CheckpointFacts:
             f"{folder} holds {architectures[0]}, which is not a causal language model; "
             "use a folder whose config.json names a class that ends in ForCausalLM"
         )
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = weight_files(folder)
+    stored = [_count_weights(file) for file in weights if file.suffix == ".safetensors"]
     try:
         heads = int(config["num_attention_heads"])
         return CheckpointFacts(
@@ -73,12 +74,41 @@ def read_checkpoint(path: str | Path) -> CheckpointFacts:
             context_length=int(config["max_position_embeddings"]),
             sliding_window=_sliding_window(config),
             eos_token_ids=_eos_token_ids(folder, config),
-            parameters=sum(_count_weights(one) for one in weights) if weights else None,
-            nbytes=sum(one.stat().st_size for one in weights or folder.glob("*.bin")),
+            parameters=sum(stored) if stored else None,
+            nbytes=sum(file.stat().st_size for file in weights),
         )
     except KeyError as error:
         key = error.args[0]
         raise ConfigError(f"{folder / 'config.json'} has no {key!r}; it is no decoder that mpexec can run") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the model's weights, in order: safetensors where there are any, else `.bin` files.
+
+    Raises:
+        ConfigError: The folder's index cannot be read, or names a file that is not there.
+    """
+    for suffix, whole in (("safetensors", "model"), ("bin", "pytorch_model")):
+        index = folder / f"{whole}.{suffix}.index.json"
+        if index.is_file():
+            return _indexed(index)
+        # Beside it there may be the same weights in the layout of another library.
+        if (folder / f"{whole}.{suffix}").is_file():
+            return [folder / f"{whole}.{suffix}"]
+        if files := sorted(folder.glob(f"*.{suffix}")):
+            return files
+    return []
+
+
+def _indexed(index: Path) -> list[Path]:
+    names = _read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index} does not say which file holds which weight; copy the model again")
+    files = [index.parent / name for name in sorted(set(names.values()))]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        raise ConfigError(f"{missing[0]} is missing ({len(missing)} of {len(files)} files are); copy the model again")
+    return files
 
 
 def check_tensor_parallel(facts: CheckpointFacts, tp: int) -> None:
@@ -137,11 +167,16 @@ def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
 def _count_weights(file: Path) -> int:
     """Add up the shapes in a safetensors header: 8 bytes with its length, little-endian, then JSON."""
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > file.stat().st_size:
-                raise ValueError(f"header of {length} bytes in a file of {file.stat().st_size}")
+            if length > size:
+                raise ValueError(f"header of {length} bytes in a file of {size}")
             header = json.loads(stream.read(length))
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0)
+        if end > size:
+            raise ValueError(f"{end} bytes are announced and {size} are there")
+        return sum(math.prod(entry["shape"]) for entry in entries)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file} is not a whole safetensors file ({error}); copy the model again") from None

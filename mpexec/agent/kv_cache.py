@@ -48,29 +48,40 @@ class SlotView(Protocol):
 
 
 class PromptView:
-    """Whole prompts of one or several sequences, one after the other in a batch of 1, each written from position 0."""
+    """Prompts of one or several sequences, or pieces of prompts, one after the other in a batch of 1."""
 
-    def __init__(self, cache: SlotCache, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Prepare a pass over `sum(lengths)` tokens, of which the first `lengths[0]` belong to `slots[0]` and so on."""
+    def __init__(self, cache: SlotCache, slots: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Prepare a pass over `sum(lengths)` tokens.
+
+        The first `lengths[0]` belong to `slots[0]`, which holds `starts[0]` tokens before them, and so on.
+        """
+        device = cache.keys.device
         self._cache = cache
-        self._slots = slots
         self._lengths = list(lengths)
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        self._pieces = list(zip(slots, starts, ends, strict=True))
+        self._masks = [_visible(start, end, device) if start else None for _, start, end in self._pieces]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attend causally within each prompt. See `SlotView`; batch is 1."""
+        """Attend causally within each prompt, over its earlier pieces too. See `SlotView`; batch is 1."""
         queries, keys, values = (one.split(self._lengths, dim=2) for one in (query, key, value))
-        parts = zip(self._slots, queries, keys, values, strict=True)
-        outputs = [self._attend_one(layer, slot, q, k, v, scale) for slot, q, k, v in parts]
+        outputs = []
+        for (slot, start, end), mask, q, k, v in zip(self._pieces, self._masks, queries, keys, values, strict=True):
+            held_keys, held_values = self._cache.keys[layer, slot, :, :end], self._cache.values[layer, slot, :, :end]
+            held_keys[:, start:], held_values[:, start:] = k[0], v[0]
+            if start:
+                k, v = held_keys[None], held_values[None]
+            grouped = q.shape[1] != k.shape[1]
+            causal = mask is None and end > 1
+            outputs.append(
+                scaled_dot_product_attention(q, k, v, mask, scale=scale, is_causal=causal, enable_gqa=grouped)
+            )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
-    def _attend_one(
-        self, layer: int, slot: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None
-    ) -> Tensor:
-        tokens = key.shape[2]
-        self._cache.keys[layer, slot, :, :tokens] = key[0]
-        self._cache.values[layer, slot, :, :tokens] = value[0]
-        grouped = query.shape[1] != key.shape[1]
-        return scaled_dot_product_attention(query, key, value, scale=scale, is_causal=tokens > 1, enable_gqa=grouped)
+
+def _visible(start: int, end: int, device: torch.device) -> Tensor:
+    """Return [end - start, end]: which positions the tokens from `start` on may see."""
+    return torch.arange(end, device=device)[None] <= torch.arange(start, end, device=device)[:, None]
 
 
 class TokenView:

@@ -14,7 +14,7 @@ import torch
 
 from mpexec import build_executor
 from mpexec.agent.causal_lm import CausalLMAgent
-from mpexec.agent.sharding import import_transformers
+from mpexec.agent.loading import import_transformers
 from mpexec.agent.steps import Prefill, Sampling, StepInput, StepOutput
 from mpexec.errors import ConfigError
 from mpexec.models import default_model_path
