@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpexec.agent.steps import Prefill, Sampling, StepInput, StepOutput, TokenLogprobs
 from mpexec.engine.request import FinishReason, Generation
@@ -53,8 +54,7 @@ class Sequence:
     ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """One new token of one request, and the text that has become certain; `finish_reason` is set with the last one."""
 
     request_id: int

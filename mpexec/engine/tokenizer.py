@@ -68,6 +68,8 @@ class Tokenizer:
 
     def ends_in_byte(self, token_ids: list[int]) -> bool:
         """True if the last visible token stands for one byte, whose meaning depends on the bytes around it."""
+        if not self._byte_tokens:
+            return False
         visible = (token for token in reversed(token_ids) if token not in self._unseen)
         return next(visible, None) in self._byte_tokens
 
