@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mpexec.agent.base import ModelAgent
-from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
+from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint, weight_files
+from mpexec.agent.hub import resolve_model
 from mpexec.agent.kv_cache import PromptView, SlotCache, SlotView, TokenView
 from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights
 from mpexec.agent.sampling import Sampler, choose, logprobs
@@ -52,7 +54,7 @@ class CausalLMAgent(ModelAgent):
         """Check the arguments and read the folder's configuration; `build_model` loads the weights.
 
         Args:
-            model_path: Local folder with a Hugging Face model.
+            model_path: Local folder with a Hugging Face model, or the name of one on the hub; see `resolve_model`.
             max_slots: Sequences that can be in progress at once.
             max_length: Tokens, prompt included, that a sequence may have; the cache has room for `max_slots` of that
                 length. None is the model's context length, but no more than 4096.
@@ -62,7 +64,7 @@ class CausalLMAgent(ModelAgent):
             ConfigError: The folder cannot be used, or a value cannot work with it.
         """
         super().__init__()
-        self._facts = read_checkpoint(model_path)
+        self._facts = read_checkpoint(resolve_model(model_path))
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         if max_slots < 1:
@@ -116,6 +118,32 @@ class CausalLMAgent(ModelAgent):
     def reset(self) -> None:
         """Free every slot."""
         self._sequences.clear()
+
+    def update_params(self, source: str | Path | Mapping[str, torch.Tensor]) -> None:
+        """Replace all weights, in place and without a restart; every rank must be called with the same ones.
+
+        Sequences in progress go on: their earlier tokens stay in the cache as the old weights left them. Needs memory
+        for a second copy of this rank's weights meanwhile.
+
+        Args:
+            source: Whole tensors by their names in a checkpoint; or a safetensors file; or a folder of them.
+
+        Raises:
+            ValueError: Tensors are missing, of another shape, or not in the model. The weights are as before then.
+            ConfigError: The files cannot be read. The weights are as before then.
+        """
+        if isinstance(source, str | Path):
+            path = Path(source)
+            with open_weights(weight_files(path) if path.is_dir() else [path], self.report_progress) as weights:
+                self._copy_weights(weights)
+        else:
+            self._copy_weights(source)
+
+    def _copy_weights(self, weights: Mapping[str, Any]) -> None:
+        model, _ = build_model(self._source, weights, strict=True)
+        with torch.no_grad():
+            for old, new in zip(self._model.parameters(), model.parameters(), strict=True):
+                old.copy_(new)
 
     def model_facts(self) -> dict[str, Any]:
         """Return plain values about model and cache; counts are of the whole model, `cache_nbytes` of this rank."""

@@ -146,7 +146,7 @@ class _Progress:
                 return
             self._reported = now
             number = self._begun.setdefault(file, len(self._begun) + 1)
-        self._report(f"loading {number}/{self._files}: {file}")
+            self._report(f"loading {number}/{self._files}: {file}")
 
 
 class _Slice:

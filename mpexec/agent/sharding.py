@@ -51,7 +51,13 @@ def _plain_forward(module: nn.Module, style: str | None, world_size: int) -> Cal
     if style == "moe_tp_experts":
         return experts_forward(module)
     if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
-        return split_embedding(_local(module.weight), width=module.num_embeddings, world_size=world_size)
+        rows = _local(module.weight)
+        if module.num_embeddings * rows[0].nbytes <= WHOLE_EMBEDDING_NBYTES:
+            whole = Vocabulary(module.num_embeddings, world_size).gather(rows.t()).t().contiguous()
+            module.weight = nn.Parameter(whole, requires_grad=False)
+            return partial(type(module).forward, module)
+        if type(module) is nn.Embedding:  # others may scale what they look up
+            return split_embedding(rows, width=module.num_embeddings, world_size=world_size)
     if not isinstance(module, nn.Linear):
         return None
     weight, bias = _local(module.weight), None if module.bias is None else _local(module.bias)
