@@ -66,6 +66,15 @@ class ModelAgent(TaskOwner):
             raise RuntimeError(f"{type(self).__name__} takes no inputs: start it first, and override forward")
         self._inputs.put_nowait(inputs)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give back what can be made again: called by `Engine.sleep_async`, on every rank, between steps.
+
+        Nothing here. An agent that refuses a level raises `ConfigError` before it changes anything.
+        """
+
+    def wakeup(self) -> None:
+        """Undo `sleep`, which has come before."""
+
     async def get_output(self) -> Any:
         """Wait for the next output, in the order of the inputs."""
         return await self._outputs.get()

@@ -257,5 +257,3 @@ def _undisturbed(device: str, local_rank: int) -> Iterator[None]:
         for key in os.environ.keys() - environment.keys():
             del os.environ[key]
         os.environ.update(environment)
-
-

@@ -105,9 +105,7 @@ def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
     """
     logarithms = logits.double().log_softmax(dim=-1)
     best = logarithms.topk(min(count, logarithms.shape[0]))
-    return TokenLogprobs(
-        float(logarithms[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    )
+    return TokenLogprobs(float(logarithms[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
 def _invert(scores: Tensor, points: list[float]) -> list[int]:

@@ -136,7 +136,8 @@ class EngineLoop(TaskOwner):
         async def fail() -> None:
             raise error
 
-        self._start_own(self._started, fail(), "operation")
+        if self.running:
+            self._start_own(self._started, fail(), "operation")
 
     def set_pace(self, pace: Pace) -> None:
         """Say which requests take part in steps from now on; it stays so over a stop and a start."""

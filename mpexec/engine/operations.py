@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +57,7 @@ class Operations:
             if self.state == "asleep":
                 return
             async with self._ranks_free("was put to sleep", Pace.FINISH, drain_timeout):
-                await self._on_all_ranks("sleep", level)
-                self.state = "asleep"
+                await self._on_all_ranks("sleep", level, then=self._fall_asleep)
 
     async def wakeup_async(self) -> None:
         """See `Engine.wakeup_async`."""
@@ -66,9 +65,7 @@ class Operations:
             if self.state != "asleep":
                 return
             self._check_serving()
-            await self._on_all_ranks("wakeup")
-            self.state = "awake"
-            self._loop.set_pace(Pace.FULL)
+            await self._on_all_ranks("wakeup", then=self._go_on)
 
     async def update_params_async(self, weights: Weights, drain: bool, drain_timeout: float | None) -> None:
         """See `Engine.update_params_async`."""
@@ -79,6 +76,13 @@ class Operations:
             pace = Pace.FINISH if drain else Pace.NONE
             async with self._ranks_free("was given other weights", pace, drain_timeout):
                 await self._on_all_ranks("update_params", given)
+
+    def _fall_asleep(self) -> None:
+        self.state = "asleep"
+
+    def _go_on(self) -> None:
+        self.state = "awake"
+        self._loop.set_pace(Pace.FULL)
 
     # -- the requests --------------------------------------------------------------------------------------------------
 
@@ -105,8 +109,7 @@ class Operations:
             yield
         finally:
             if self.state != "asleep":
-                self.state = "awake"
-                self._loop.set_pace(Pace.FULL)
+                self._go_on()
 
     async def _comes_to_rest(self, seconds: float | None) -> bool:
         """Wait until no step is under way; False if one still is when the time is over.
@@ -125,8 +128,8 @@ class Operations:
 
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
-    async def _on_all_ranks(self, method: str, *args: Any) -> None:
-        """Call a method on every rank and see its end, whoever is cancelled meanwhile: no rank may miss it.
+    async def _on_all_ranks(self, method: str, *args: Any, then: Callable[[], None] = lambda: None) -> None:
+        """Call a method on every rank, and `then` when all are done; a cancellation waits for it: no rank may miss it.
 
         Raises:
             ConfigError: Every rank has refused; nothing has changed. Or its agent has no such method.
@@ -147,6 +150,8 @@ class Operations:
             error = EngineStoppedError(f"the engine was stopped before every rank was done with {method!r}")
         elif error is not None and not self._is_refusal(error):
             self._loop.fail(error)
+        if error is None:
+            then()
         if interrupted is not None:
             raise interrupted
         if error is not None:

@@ -47,6 +47,11 @@ class Telemetry:
         self._sent: dict[int, int] = {}  # by step, in the order of sending
         self._last_output = 0
 
+    def as_dict(self) -> dict[str, Histogram]:
+        """Copies of the histograms, by name."""
+        names = ("queue_wait", "time_to_first_token", "inter_token", "end_to_end", "step")
+        return {name: getattr(self, name).copy() for name in names}
+
     def reset(self) -> None:
         """Forget what is under way: it will not come back. What has been observed stays."""
         self._requests.clear()
