@@ -50,13 +50,3 @@ class Metrics:
     end_to_end: Histogram = field(default_factory=Histogram)
     step: Histogram = field(default_factory=Histogram)
     executor: Measures = field(default_factory=Measures)
-
-    def prometheus(self) -> str:
-        """All of it in Prometheus' text format, for programs that have their own way to be scraped.
-
-        Raises:
-            ConfigError: prometheus_client is not installed.
-        """
-        from mpexec.engine.prometheus import text_of
-
-        return text_of(self)

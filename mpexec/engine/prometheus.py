@@ -39,8 +39,8 @@ _HISTOGRAMS = {
 _FIRST, _LAST = 13, 37  # buckets at each doubling from 8 us (2**13 ns) to 137 s
 
 
-def text_of(metrics: Metrics) -> str:
-    """The metrics in Prometheus' text format.
+def prometheus_text(metrics: Metrics) -> str:
+    """The metrics in Prometheus' text format, for programs that have their own way to be scraped.
 
     Raises:
         ConfigError: prometheus_client is not installed.
