@@ -66,6 +66,10 @@ class Tokenizer:
         """The text of a whole answer; special tokens are left out."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
+    def token_text(self, token_id: int) -> str:
+        """The text of a token by itself, special ones included; a part of a character has no text of its own."""
+        return self._backend.decode([token_id], skip_special_tokens=False)
+
     def ends_in_byte(self, token_ids: list[int]) -> bool:
         """True if the last visible token stands for one byte, whose meaning depends on the bytes around it."""
         if not self._byte_tokens:

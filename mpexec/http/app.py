@@ -31,6 +31,7 @@ from mpexec.http.generation import (
     while_connected,
 )
 from mpexec.http.health import HealthCheck
+from mpexec.http.logprobs import Logprobs
 from mpexec.http.metrics import CONTENT_TYPE, EngineMetrics
 from mpexec.http.openai import (
     DONE,
@@ -153,6 +154,10 @@ class _Endpoints:
             return prompt if isinstance(prompt, str) else ""
         return tokenizer.decode(prompt)
 
+    def _token_text(self, token_id: int) -> str:
+        tokenizer = self._engine.plan.tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
     async def _answer(
         self,
         request: Request,
@@ -161,8 +166,9 @@ class _Endpoints:
         work: list[tuple[tuple[int, ...], SamplingParams]],
         heads: list[str],
     ) -> Response:
-        outputs = merge([self._engine.generate(prompt, params) for prompt, params in work])
-        reply = _Reply(answer, Usage(sum(len(prompt) for prompt, _ in work)), heads)
+        outputs = merge([self._engine.generate(prompt, params, priority=options.priority) for prompt, params in work])
+        logprobs = [answer.logprobs(self._token_text, len(head)) for head in heads]
+        reply = _Reply(answer, Usage(sum(len(prompt) for prompt, _ in work)), heads, logprobs)
         if not options.stream:
             return _json(reply.whole(await while_connected(request.receive, collect_async(outputs))))
         # The first output is awaited before the status line is sent: a request that is refused has its own status.
@@ -176,22 +182,35 @@ class _Reply:
 
     Attributes:
         heads: One for each prompt: the text that its answer begins with.
+        logprobs: One for each prompt; stay empty where nobody has asked for them.
     """
 
     answer: Answer
     usage: Usage
     heads: list[str]
+    logprobs: list[Logprobs]
 
     def whole(self, outputs: list[Indexed]) -> dict[str, Any]:
         """The one body of an answer that is not streamed."""
         texts = [[head] for head in self.heads]
         reasons: list[str | None] = [None] * len(texts)
+        has_logprobs = False
         for index, output in outputs:
-            self.usage.completion_tokens += len(output.token_ids)
+            has_logprobs = self._count(index, output)
             texts[index].append(output.text)
             reasons[index] = output.finish_reason
-        choices = [self.answer.choice(index, "".join(text), reasons[index]) for index, text in enumerate(texts)]
+        choices = []
+        for index, text in enumerate(texts):
+            logprobs = self.logprobs[index].take() if has_logprobs else None
+            choices.append(self.answer.choice(index, "".join(text), reasons[index], logprobs))
         return self.answer.whole(choices, self.usage)
+
+    def _count(self, index: int, output: GenerationOutput) -> bool:
+        """Note the tokens of an output; true if it has log probabilities."""
+        self.usage.completion_tokens += len(output.token_ids)
+        if output.logprobs is not None:
+            self.logprobs[index].add(output.token_ids, output.logprobs)
+        return output.logprobs is not None
 
     async def events(
         self, first: Indexed, rest: AsyncGenerator[Indexed, None], include_usage: bool
@@ -214,8 +233,8 @@ class _Reply:
 
     def _event(self, index: int, output: GenerationOutput) -> bytes:
         """One output as an event. One without text has it too: it shows the client that there is progress."""
-        self.usage.completion_tokens += len(output.token_ids)
-        return event(self.answer.chunk(self.answer.piece(index, output.text, output.finish_reason)))
+        logprobs = self.logprobs[index].take() if self._count(index, output) else None
+        return event(self.answer.chunk(self.answer.piece(index, output.text, output.finish_reason, logprobs)))
 
 
 class EventStream(Response):

@@ -1,7 +1,7 @@
 """The bodies of OpenAI's API: requests in, answers and errors out. No I/O and no engine.
 
-A parameter that would change the answer and is not supported is refused by name. A client that asks for `stop` or
-`logprobs` must not get an answer that silently lacks them.
+A parameter that would change the answer and is not supported is refused by name. A client that asks for `n` answers or
+for a `response_format` must not get an answer that silently lacks them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,20 @@ import json
 import math
 import reprlib
 import secrets
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpexec.engine.sampling_params import SamplingParams
+from mpexec.engine.request import MAX_PRIORITY
+from mpexec.engine.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_TOKENS,
+    MAX_STOPS,
+    SamplingParams,
+)
+from mpexec.http.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, TextOf
 
 Prompt = str | tuple[int, ...]
 Message = dict[str, Any]
@@ -22,20 +31,15 @@ Message = dict[str, Any]
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; a chat may fill the context
 _MAX_PROMPTS = 1024  # in one request
 _SEED_BITS = 63
+_LARGEST = (1 << _SEED_BITS) - 1
 
 # Parameters that are not supported, with the values that change nothing. Null counts as absent everywhere.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "stop": ([],),
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
     "tools": ([],),
@@ -96,6 +100,8 @@ class Options:
         model: The name asked for; None is whichever is served.
         max_tokens: None where the request names no limit.
         seed: None draws one for each answer.
+        top_k, top_p, min_p, repetition_penalty, stop, stop_token_ids, logprobs: See `SamplingParams`.
+        priority: See `Engine.generate`.
         include_usage: A stream ends with a chunk that has the counts.
     """
 
@@ -104,6 +110,14 @@ class Options:
     temperature: float
     seed: int | None
     ignore_eos: bool
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    logprobs: int | None
+    priority: int
     stream: bool
     include_usage: bool
 
@@ -114,6 +128,13 @@ class Options:
             temperature=self.temperature,
             seed=secrets.randbits(_SEED_BITS) if self.seed is None else self.seed,
             ignore_eos=self.ignore_eos,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            logprobs=self.logprobs,
         )
 
 
@@ -140,7 +161,9 @@ class CompletionRequest:
         fields = _Fields(body)
         prompts = _prompts(fields.required("prompt"))
         echo = fields.flag("echo")
-        options = _options(fields, fields.integer("max_tokens", least=1))
+        options = _options(fields, fields.integer("max_tokens", least=1), _completion_logprobs(fields))
+        if echo and options.logprobs is not None:
+            raise APIError(400, "logprobs are of new tokens only: leave out echo, or logprobs", param="logprobs")
         fields.refuse_rest()
         return cls(options=options, prompts=prompts, echo=echo)
 
@@ -174,7 +197,7 @@ class ChatRequest:
         template_kwargs = fields.mapping("chat_template_kwargs")
         old_limit = fields.integer("max_tokens", least=1)
         limit = fields.integer("max_completion_tokens", least=1) or old_limit
-        options = _options(fields, limit)
+        options = _options(fields, limit, _chat_logprobs(fields))
         fields.refuse_rest()
         return cls(options=options, messages=messages, template_kwargs=template_kwargs)
 
@@ -204,19 +227,46 @@ class _Fields:
             raise _wrong(name, value, "true or false")
         return value
 
+    def is_false(self, name: str) -> bool:
+        """Take it if it is false; true and 0 are not."""
+        return self._left.get(name) is False and not self._left.pop(name)
+
     def mapping(self, name: str) -> dict[str, Any]:
         value = self._left.pop(name, {})
         if not isinstance(value, dict):
             raise _wrong(name, value, "an object")
         return value
 
-    def integer(self, name: str, *, least: int) -> int | None:
+    def integer(self, name: str, *, least: int, most: int | None = None) -> int | None:
         value = self._left.pop(name, None)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << _SEED_BITS:
-            raise _wrong(name, value, f"an integer from {least} to 2**63 - 1")
+        if not _is_integer(value) or not least <= value <= (_LARGEST if most is None else most):
+            raise _wrong(name, value, f"an integer from {least} to {'2**63 - 1' if most is None else most}")
+        assert isinstance(value, int)
         return value
+
+    def within(self, name: str, default: float, is_good: Callable[[float], bool], expected: str) -> float:
+        value = self._left.pop(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not is_good(value):
+            raise _wrong(name, value, expected)
+        return value
+
+    def items(self, name: str, is_good: Callable[[Any], bool], most: int, expected: str) -> tuple[Any, ...]:
+        value = self._left.pop(name, [])
+        if not isinstance(value, list) or len(value) > most or not all(map(is_good, value)):
+            raise _wrong(name, value, expected)
+        return tuple(value)
+
+    def stop(self) -> tuple[str, ...]:
+        if isinstance(one := self._left.get("stop"), str):
+            self._left["stop"] = [one]
+        return self.items(
+            "stop",
+            lambda item: isinstance(item, str) and 0 < len(item) <= MAX_STOP_LENGTH,
+            MAX_STOPS,
+            f"a string of 1 to {MAX_STOP_LENGTH} characters, or up to {MAX_STOPS} of them",
+        )
 
     def non_negative(self, name: str, default: float) -> float:
         value = self._left.pop(name, default)
@@ -261,7 +311,21 @@ def _wrong(name: str, value: Any, expected: str) -> APIError:
     return APIError(400, f"{name} must be {expected}, not {_show(value)}", param=name)
 
 
-def _options(fields: _Fields, max_tokens: int | None) -> Options:
+def _completion_logprobs(fields: _Fields) -> int | None:
+    """A number of tokens; 0 asks for the chosen ones only."""
+    if fields.is_false("logprobs"):
+        return None
+    return fields.integer("logprobs", least=0, most=MAX_LOGPROBS)
+
+
+def _chat_logprobs(fields: _Fields) -> int | None:
+    """A flag, and a number of tokens beside it."""
+    if not fields.flag("logprobs"):
+        return None
+    return fields.integer("top_logprobs", least=0, most=MAX_LOGPROBS) or 0
+
+
+def _options(fields: _Fields, max_tokens: int | None, logprobs: int | None) -> Options:
     stream = fields.flag("stream")
     return Options(
         model=fields.string("model"),
@@ -269,6 +333,21 @@ def _options(fields: _Fields, max_tokens: int | None) -> Options:
         temperature=fields.non_negative("temperature", 1.0),
         seed=fields.integer("seed", least=0),
         ignore_eos=fields.flag("ignore_eos"),
+        top_k=max(0, fields.integer("top_k", least=-1, most=(1 << 31) - 1) or 0),
+        top_p=fields.within("top_p", 1.0, lambda value: 0 < value <= 1, "a number above 0, up to 1"),
+        min_p=fields.within("min_p", 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+        repetition_penalty=fields.within(
+            "repetition_penalty", 1.0, lambda value: 0 < value <= sys.float_info.max, "a finite number above 0"
+        ),
+        stop=fields.stop(),
+        stop_token_ids=fields.items(
+            "stop_token_ids",
+            lambda item: _is_integer(item) and 0 <= item < 1 << 31,
+            MAX_STOP_TOKENS,
+            f"a list of up to {MAX_STOP_TOKENS} token ids",
+        ),
+        logprobs=logprobs,
+        priority=fields.integer("priority", least=-MAX_PRIORITY, most=MAX_PRIORITY) or 0,
         stream=stream,
         include_usage=_include_usage(fields, stream),
     )
@@ -378,17 +457,21 @@ class Answer:
         counts = {} if usage is None else {"usage": usage.as_dict()}
         return {**self._facts, "object": self.chunk_kind, "choices": list(choices), **counts}
 
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def logprobs(self, text_of: TextOf, offset: int) -> Logprobs:
+        """What collects the log probabilities of one choice, whose text has `offset` characters before it."""
+        return CompletionLogprobs(text_of, offset)
+
+    def choice(self, index: int, text: str, finish_reason: str | None, logprobs: Any = None) -> dict[str, Any]:
         """One prompt's answer."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def opening(self, index: int, head: str) -> list[dict[str, Any]]:
         """What a stream says of a choice before its first output; `head` is the text that comes before all others."""
         return [self.piece(index, head, None)] if head else []
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def piece(self, index: int, text: str, finish_reason: str | None, logprobs: Any = None) -> dict[str, Any]:
         """A part of one prompt's answer."""
-        return self.choice(index, text, finish_reason)
+        return self.choice(index, text, finish_reason, logprobs)
 
 
 class ChatAnswer(Answer):
@@ -398,19 +481,23 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def logprobs(self, text_of: TextOf, offset: int) -> Logprobs:
+        """What collects the log probabilities of one choice."""
+        return ChatLogprobs(text_of)
+
+    def choice(self, index: int, text: str, finish_reason: str | None, logprobs: Any = None) -> dict[str, Any]:
         """The assistant's message."""
         message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def opening(self, index: int, head: str) -> list[dict[str, Any]]:
         """The role, which is told once."""
         return [{**self.piece(index, "", None), "delta": {"role": "assistant", "content": head}}]
 
-    def piece(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    def piece(self, index: int, text: str, finish_reason: str | None, logprobs: Any = None) -> dict[str, Any]:
         """A part of the assistant's message."""
         delta = {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 DONE = b"data: [DONE]\n\n"

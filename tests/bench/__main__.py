@@ -24,7 +24,10 @@ PARTS: dict[str, tuple[Part, str]] = {
     "death": (death.run, "SIGKILL to the error in the caller, against a pidfd observer"),
     "startup": (startup.run, "start to first reply, torch and gloo in the ranks"),
     "idle": (idle.run, "CPU of driver and 2 ranks while nobody calls"),
-    "engine": (engine.run, "tokens a second, against a bare loop over the same agent and against transformers' generate"),
+    "engine": (
+        engine.run,
+        "tokens a second, against a bare loop over the same agent and against transformers' generate",
+    ),
     "zmq": (zmq_engine.run, "the engine in a process of its own, against in process; its RPC, against bare pyzmq"),
     "ray": (ray_executor.run, "round trips against bare Ray actors; the engine on RayExecutor, against on MPExecutor"),
     "run": (
@@ -32,7 +35,8 @@ PARTS: dict[str, tuple[Part, str]] = {
         "`mpexec run` against torchrun: to the first line of a script, and from a failure to the exit",
     ),
 }
-OPTIONAL = {"engine", "zmq", "ray", "run"}  # run only when named: all others together are to take less than five minutes
+# Run only when named: all others together are to take less than five minutes.
+OPTIONAL = {"engine", "zmq", "ray", "run"}
 FAILED, MISSED = 1, 3
 
 

@@ -10,12 +10,17 @@ from typing import Any
 
 from mpexec import ConfigError, Engine, EngineConfig, UniExecutor, WorkerSpec, build_executor
 from mpexec.agent.base import ModelAgent
-from mpexec.agent.steps import StepInput, StepOutput
+from mpexec.agent.steps import StepInput, StepOutput, TokenLogprobs
 from mpexec.engine.engine import ModelPlan
 
 
 class BrokenOnPurposeError(Exception):
     """Raised by a rank that was told to."""
+
+
+def as_if_likely(token: int) -> TokenLogprobs:
+    """What the counting agent says of a token."""
+    return TokenLogprobs(-token / 1024, ((token, -token / 1024),))
 
 
 class CountingAgent(ModelAgent):
@@ -28,6 +33,7 @@ class CountingAgent(ModelAgent):
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._last: dict[int, int] = {}
+        self._logprobs: set[int] = set()  # the slots that ask for them
         self._break = break_at
 
     def break_at(self, token: int, rank: int, manner: str) -> None:
@@ -39,15 +45,20 @@ class CountingAgent(ModelAgent):
         time.sleep(self._step_seconds)  # as a model's computing would
         for slot in inputs.free:
             self._last.pop(slot, None)
-        for start in inputs.prefill:
-            assert start.slot not in self._last
-            self._last[start.slot] = start.token_ids[-1]
-        slots = [*inputs.decode, *(start.slot for start in inputs.prefill)]
+            self._logprobs.discard(slot)
+        for piece in inputs.prefill:
+            assert (piece.slot in self._last) == (piece.start > 0)
+            self._last[piece.slot] = piece.token_ids[-1]
+            if piece.sampling.logprobs is not None:
+                self._logprobs.add(piece.slot)
+        slots = [*inputs.decode, *(piece.slot for piece in inputs.prefill if piece.is_last)]
         for slot in slots:
             self._last[slot] = (self._last[slot] + 1) % self._vocab_size
         if self._break is not None and self._break[0] in self._last.values():
             self._end(*self._break[1:])
-        return StepOutput(inputs.step_id, {slot: self._last[slot] for slot in slots})
+        tokens = {slot: self._last[slot] for slot in slots}
+        asked = self._logprobs.intersection(slots)
+        return StepOutput(inputs.step_id, tokens, {slot: as_if_likely(tokens[slot]) for slot in asked})
 
     def _end(self, rank: int, manner: str) -> None:
         if rank != self.rank:

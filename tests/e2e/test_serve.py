@@ -213,6 +213,17 @@ def test_a_seed_decides_a_sampled_text_and_without_one_texts_differ(client: open
     assert len({*texts(), *texts(), *texts(seed=8)}) == 5
 
 
+def test_a_stop_string_ends_the_text_before_it_streamed_or_not(client: openai.OpenAI) -> None:
+    whole = complete(client, PROMPT).choices[0].text
+    stop = whole[9:13]
+    cut = complete(client, PROMPT, stop=[stop, "never said"])
+    assert cut.choices[0].text == whole[: whole.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    chunks = list(complete(client, PROMPT, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == cut.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
 def test_ignore_eos_writes_on_where_the_text_would_have_ended(client: openai.OpenAI) -> None:
     ended = complete(client, PROMPT, max_tokens=40)
     assert ended.choices[0].finish_reason == "stop"
@@ -250,6 +261,18 @@ def test_a_conversation_runs_through_the_models_template_streamed_or_not(
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == as_text.choices[0].text
         assert chunks[-2].choices[0].finish_reason == "length"
         assert chunks[-1].usage == whole.usage
+        likely = client.chat.completions.create(**say, logprobs=True, top_logprobs=1).choices[0].logprobs
+        assert likely is not None
+        assert likely.content is not None
+        assert len(likely.content) == 9
+        assert all(one.logprob == one.top_logprobs[0].logprob < 0 for one in likely.content)
+        plain = client.completions.create(model="chatty", prompt=[100], max_tokens=9, logprobs=0).choices[0].logprobs
+        assert plain is not None
+        assert plain.token_logprobs == [-token / 1024 for token in range(101, 110)]
+        chunks = list(client.completions.create(model="chatty", prompt=[100], max_tokens=9, logprobs=0, stream=True))
+        parts = [chunk.choices[0].logprobs for chunk in chunks]
+        assert sum((part.token_logprobs or [] for part in parts if part), []) == plain.token_logprobs
+        assert sum((part.text_offset or [] for part in parts if part), []) == plain.text_offset
 
 
 # -- many clients, and clients that leave --------------------------------------------------------------------------
@@ -353,9 +376,9 @@ BAD_BODIES: list[tuple[Any, int, str | None]] = [
     ({"stream": "yes"}, 400, "stream"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
     ({"n": 2}, 400, "n"),
-    ({"stop": ["\n"]}, 400, "stop"),
-    ({"logprobs": 0}, 400, "logprobs"),
-    ({"top_p": 0.5}, 400, "top_p"),
+    ({"stop": ["\n", ""]}, 400, "stop"),
+    ({"logprobs": 21}, 400, "logprobs"),
+    ({"top_p": 1.5}, 400, "top_p"),
     ({"presence_penalty": 0.1}, 400, "presence_penalty"),
     ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
     ({"surprise": 1}, 400, "surprise"),

@@ -60,7 +60,7 @@ def test_an_optional_part_runs_only_when_it_is_named():
     assert set(PARTS) >= OPTIONAL
     assert set(chosen(())) == set(PARTS) - OPTIONAL
     assert chosen(("zmq", "imports", "zmq")) == ["zmq", "imports"]
-    assert "all but these run: ray, run, zmq" in CliRunner().invoke(main, ["--help"]).output
+    assert "all but these run: engine, ray, run, zmq" in CliRunner().invoke(main, ["--help"]).output
 
 
 def test_the_streams_and_round_trips_of_the_rpc_bring_what_they_should():

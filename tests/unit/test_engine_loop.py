@@ -13,7 +13,8 @@ import pytest
 from mpexec.agent.base import ModelAgent
 from mpexec.agent.steps import StepInput, StepOutput
 from mpexec.engine.engine_loop import EngineLoop
-from mpexec.engine.request import Generation, Request, RequestManager, RequestType, ResponseType, SamplingParams
+from mpexec.engine.request import Generation, Request, RequestManager, RequestType, ResponseType
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.engine.scheduler import Scheduler
 from mpexec.errors import (
     EngineStoppedError,
@@ -47,10 +48,10 @@ class CountingAgent(ModelAgent):
             raise self.error
         for slot in inputs.free:
             self.last.pop(slot, None)
-        for start in inputs.prefill:
-            assert start.slot not in self.last
-            self.last[start.slot] = start.token_ids[-1]
-        slots = [*inputs.decode, *(start.slot for start in inputs.prefill)]
+        for piece in inputs.prefill:
+            assert (piece.slot in self.last) == (piece.start > 0)
+            self.last[piece.slot] = piece.token_ids[-1]
+        slots = [*inputs.decode, *(piece.slot for piece in inputs.prefill if piece.is_last)]
         for slot in slots:
             self.last[slot] += 1
         return self.bad_output or StepOutput(inputs.step_id, {slot: self.last[slot] for slot in slots})

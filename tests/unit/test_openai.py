@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from mpexec.agent.steps import TokenLogprobs
 from mpexec.engine.engine import GenerationOutput
 from mpexec.errors import ConfigError, QueueFullError
 from mpexec.http.chat import ChatTemplate
 from mpexec.http.generation import collect_async, merge, while_connected
 from mpexec.http.health import HealthCheck
+from mpexec.http.logprobs import ChatLogprobs, CompletionLogprobs
 from mpexec.http.openai import APIError, ChatRequest, CompletionRequest, encode, event
 from mpexec.http.server import _listen, bind, url_of
 
@@ -59,8 +62,47 @@ def test_every_parameter_reaches_the_engine() -> None:
     request = completion(max_tokens=5, temperature=0, seed=9, ignore_eos=True, echo=True, stream=True, model="m")
     params = request.sampling()
     assert (params.max_new_tokens, params.temperature, params.seed, params.ignore_eos) == (5, 0.0, 9, True)
+    params = completion(
+        top_k=-1, top_p=0.5, min_p=0.25, repetition_penalty=2, stop="END", stop_token_ids=[7]
+    ).sampling()
+    assert (params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (0, 0.5, 0.25, 2)
+    assert (params.stop, params.stop_token_ids) == (("END",), (7,))
+    assert completion(top_k=3, stop=["a", "b"]).sampling().stop == ("a", "b")
+    assert completion(stop=[], priority=-4).options.priority == -4
     assert (request.echo, request.options.stream, request.options.model) == (True, True, "m")
     assert completion(stream=True, stream_options={"include_usage": True}).options.include_usage
+
+
+def test_logprobs_are_a_number_for_completions_and_a_flag_with_a_number_for_chats() -> None:
+    wanted = [completion(logprobs=value).sampling().logprobs for value in (None, False, 0, 5)]
+    assert wanted == [None, None, 0, 5]
+    bodies: list[dict[str, Any]] = [{}, {"logprobs": False}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}]
+    assert [chat(**body).options.logprobs for body in bodies] == [None, None, 0, 3]
+    assert refused(chat, logprobs=3).param == "logprobs"
+    assert refused(chat, top_logprobs=3).param == "top_logprobs"
+    assert refused(chat, logprobs=True, top_logprobs=21).param == "top_logprobs"
+    assert refused(completion, logprobs=1, echo=True).param == "logprobs"
+
+
+def test_logprobs_are_shown_as_in_openais_api_and_only_once() -> None:
+    known = [TokenLogprobs(-0.5, ((1, -0.25), (0, -0.5))), TokenLogprobs(-math.inf)]
+    plain = CompletionLogprobs("ab\ufffd".__getitem__, offset=3)
+    plain.add((0, 2), known)
+    assert plain.take() == {
+        "tokens": ["a", "\ufffd"],
+        "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [{"b": -0.25, "a": -0.5}, {}],
+        "text_offset": [3, 4],
+    }
+    assert plain.take()["tokens"] == []
+    of_chat = ChatLogprobs("ab\ufffd".__getitem__)
+    of_chat.add((0, 2), known)
+    b, a = (
+        {"token": letter, "logprob": value, "bytes": [ord(letter)]} for letter, value in (("b", -0.25), ("a", -0.5))
+    )
+    half = {"token": "\ufffd", "logprob": -9999.0, "bytes": None, "top_logprobs": []}
+    assert of_chat.take() == {"content": [{**a, "top_logprobs": [b, a]}, half], "refusal": None}
+    assert of_chat.take()["content"] == []
 
 
 @pytest.mark.parametrize(
@@ -102,6 +144,26 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
         ("model", 5),
         ("stream_options", []),
         ("ignore_eos", 0),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", float("nan")),
+        ("top_k", -2),
+        ("top_k", 0.5),
+        ("min_p", -0.1),
+        ("min_p", True),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 10**400),
+        ("stop", ""),
+        ("stop", 5),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * 17),
+        ("stop", "a" * 257),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", 5),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("priority", 1001),
+        ("priority", "high"),
     ],
 )
 def test_a_wrong_type_is_refused_with_the_parameters_name(name: str, value: Any) -> None:
@@ -115,14 +177,9 @@ def test_a_wrong_type_is_refused_with_the_parameters_name(name: str, value: Any)
     [
         ("n", 1, 2),
         ("best_of", 1, 3),
-        ("top_p", 1.0, 0.9),
-        ("top_k", -1, 40),
         ("presence_penalty", 0, 0.5),
         ("frequency_penalty", 0.0, -1),
         ("logit_bias", {}, {"5": 1}),
-        ("stop", [], "\n"),
-        ("logprobs", False, 0),
-        ("logprobs", None, True),
         ("suffix", "", "end"),
         ("tools", [], [{"type": "function"}]),
         ("response_format", {"type": "text"}, {"type": "json_object"}),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mpexec.agent.steps import TokenLogprobs
 from mpexec.engine.request import (
     Generation,
     Request,
@@ -17,8 +18,8 @@ from mpexec.engine.request import (
     RequestType,
     Response,
     ResponseType,
-    SamplingParams,
 )
+from mpexec.engine.sampling_params import SamplingParams
 from mpexec.errors import ConfigError, EngineStoppedError, WrongStateError
 
 GENERATION = Generation((1, 2), SamplingParams())
@@ -54,11 +55,59 @@ def last(*token_ids: int) -> Response:
         {"seed": -1},
         {"seed": 1 << 63},
         {"seed": 0.5},
+        {"temperature": True},
+        {"top_k": -1},
+        {"top_k": 2.0},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"min_p": -0.1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": math.inf},
+        {"repetition_penalty": "1"},
+        {"logprobs": -1},
+        {"logprobs": 21},
+        {"logprobs": True},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop": [1]},
+        {"stop": b"a"},
+        {"stop": 5},
+        {"stop": ["a"] * 17},
+        {"stop": "a" * 257},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [True]},
+        {"stop_token_ids": "12"},
+        {"stop_token_ids": 7},
     ],
 )
 def test_sampling_params_refuse_what_cannot_work_and_name_it(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(fields))):
         SamplingParams(**fields)
+
+
+def test_sampling_params_keep_stops_as_tuples_and_one_string_is_one_stop() -> None:
+    stops = ["a", "b"]
+    params = SamplingParams(stop=stops, stop_token_ids=[1, 2])
+    stops.append("")
+    assert (params.stop, params.stop_strings, params.stop_token_ids) == (("a", "b"), ("a", "b"), (1, 2))
+    assert SamplingParams(stop="END").stop_strings == ("END",)
+    assert SamplingParams(stop=()).stop_strings == ()
+
+
+async def test_text_and_logprobs_that_nobody_has_read_are_joined_too(manager: RequestManager) -> None:
+    request = manager.post_request(RequestType.GENERATE, GENERATION)
+    likely = [TokenLogprobs(-float(n)) for n in range(3)]
+    for n in range(2):
+        response = Response(ResponseType.SUCCESS, (n,), text="ab"[n], logprobs=(likely[n],))
+        manager.post_response(request, response)
+    joined = await request.receive_async()
+    assert (joined.token_ids, joined.text, joined.logprobs) == ((0, 1), "ab", tuple(likely[:2]))
+    manager.post_response(request, Response(ResponseType.SUCCESS, (2,), text="c", logprobs=(likely[2],)))
+    manager.post_cancel(request)
+    joined = await request.receive_async()
+    assert (joined.type, joined.token_ids, joined.logprobs) == (ResponseType.CANCEL, (2,), (likely[2],))
 
 
 async def test_take_gives_cancels_first_and_each_type_in_order_of_arrival(manager: RequestManager) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from mpexec.agent.steps import StepInput, StepOutput
+from mpexec.agent.steps import StepInput, StepOutput, TokenLogprobs
 from mpexec.engine.request import Generation
 from mpexec.engine.sampling_params import SamplingParams
-from mpexec.engine.scheduler import Progress, Scheduler
+from mpexec.engine.scheduler import DEPTH, Progress, Scheduler
+from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError, QueueFullError, TransportError
+from mpexec.models import default_model_path
 
 EOS = 99
 
@@ -209,32 +211,272 @@ def test_an_output_of_another_step_or_without_a_slot_is_refused() -> None:
         scheduler.complete(StepOutput(step.step_id, {}))
 
 
+# -- two steps in flight -------------------------------------------------------------------------------------------
+
+
+def answer(step: StepInput, token: int = 7) -> StepOutput:
+    """The output of a step in which every slot gets `token`."""
+    slots = [*step.decode, *(piece.slot for piece in step.prefill if piece.is_last)]
+    return StepOutput(step.step_id, dict.fromkeys(slots, token))
+
+
+def following(scheduler: Scheduler) -> StepInput:
+    step = scheduler.next_step()
+    assert step is not None
+    return step
+
+
+def test_the_next_step_is_there_before_the_tokens_of_this_one_and_no_more_than_two_are_in_flight() -> None:
+    scheduler = make()
+    add(scheduler, 1, (5,), params())
+    steps = [following(scheduler) for _ in range(DEPTH)]
+    assert (steps[0].prefill[0].slot, steps[1].decode) == (0, (0,))
+    assert (scheduler.next_step(), scheduler.in_flight, scheduler.oldest_step_id) == (None, 2, steps[0].step_id)
+    assert scheduler.complete(answer(steps[0])) == [Progress(1, 7, None)]
+    assert following(scheduler).decode == (0,)
+
+
+def test_an_end_by_count_is_known_beforehand_and_its_slot_serves_the_next_in_the_step_after() -> None:
+    scheduler = make(max_slots=1)
+    add(scheduler, 1, (5,), params(2))
+    add(scheduler, 2, (6,), params(1))
+    first, second = following(scheduler), following(scheduler)
+    assert second.decode == (0,)
+    assert scheduler.complete(answer(first)) == [Progress(1, 7, None)]
+    third = following(scheduler)
+    assert (third.free, third.decode, third.prefill[0].token_ids) == ((0,), (), (6,))
+    assert scheduler.complete(answer(second)) == [Progress(1, 7, "length")]
+    assert scheduler.next_step() is None  # not one step more than there are tokens
+    assert scheduler.running == 1
+    assert scheduler.complete(answer(third)) == [Progress(2, 7, "length")]
+    assert (scheduler.running, scheduler.in_flight) == (0, 0)
+
+
+def test_the_context_limit_is_known_beforehand_too() -> None:
+    scheduler = make(max_length=4)
+    add(scheduler, 1, (1, 2), params())
+    steps = [following(scheduler), following(scheduler)]
+    assert scheduler.next_step() is None
+    reasons = [scheduler.complete(answer(step))[0].finish_reason for step in steps]
+    assert (reasons, scheduler.next_step()) == ([None, "length"], None)
+
+
+def test_an_end_by_a_token_wastes_one_token_and_frees_the_slot_in_the_step_after() -> None:
+    scheduler = make(max_slots=1)
+    add(scheduler, 1, (5,), params())
+    add(scheduler, 2, (6,), params())
+    first, second = following(scheduler), following(scheduler)
+    assert scheduler.complete(answer(first, EOS)) == [Progress(1, EOS, "stop")]
+    third = following(scheduler)
+    assert (third.free, third.decode, third.prefill[0].token_ids) == ((0,), (), (6,))
+    assert scheduler.complete(answer(second, 8)) == []
+    assert scheduler.complete(answer(third, 9)) == [Progress(2, 9, None)]
+
+
+def test_the_tokens_of_both_steps_are_dropped_after_a_cancellation() -> None:
+    scheduler = make(max_slots=1)
+    add(scheduler, 1, (5,), params())
+    steps = [following(scheduler), following(scheduler)]
+    assert scheduler.cancel(1)
+    assert [scheduler.complete(answer(step)) for step in steps] == [[], []]
+    assert (scheduler.next_step(), scheduler.running) == (None, 0)
+
+
+def test_outputs_out_of_order_or_of_no_step_are_refused() -> None:
+    scheduler = make()
+    with pytest.raises(TransportError, match="expected none"):
+        scheduler.complete(StepOutput(1, {}))
+    add(scheduler, 1, (5,), params())
+    following(scheduler)
+    second = following(scheduler)
+    with pytest.raises(TransportError, match=f"step {second.step_id} arrived, expected step {second.step_id - 1}"):
+        scheduler.complete(answer(second))
+
+
+# -- prompts in pieces ---------------------------------------------------------------------------------------------
+
+
+def pieces(step: StepInput) -> list[tuple[int, int, int, bool]]:
+    return [(piece.slot, piece.start, len(piece.token_ids), piece.is_last) for piece in step.prefill]
+
+
+def test_a_long_prompt_is_cut_and_those_that_run_get_a_token_in_every_step() -> None:
+    scheduler = make(max_length=90, prefill_chunk=16)
+    add(scheduler, 1, (5,), params())
+    run(scheduler)
+    prompt = tuple(range(40))
+    add(scheduler, 2, prompt, params())
+    seen = []
+    taken: tuple[int, ...] = ()
+    for _ in range(4):
+        step = following(scheduler)
+        assert 0 in step.decode
+        seen += pieces(step)
+        taken += sum((piece.token_ids for piece in step.prefill), ())
+        assert [one.request_id for one in scheduler.complete(answer(step))] == [1, 2][: 1 + (len(seen) >= 3)]
+    assert seen == [(1, 0, 16, False), (1, 16, 16, False), (1, 32, 8, True)]
+    assert taken == prompt
+
+
+def test_what_fits_into_one_step_is_not_cut_and_shares_a_step_with_others_that_fit() -> None:
+    scheduler = make(max_slots=8, max_queue=8, max_length=90, prefill_chunk=16)
+    for request_id, length in enumerate([10, 6, 7, 20, 12, 2]):
+        add(scheduler, request_id, tuple(range(length)), params())
+    steps = [following(scheduler)]
+    while pieces(steps[-1]):
+        scheduler.complete(answer(steps[-1]))
+        steps.append(following(scheduler))
+    assert [pieces(step) for step in steps] == [
+        [(0, 0, 10, True), (1, 0, 6, True)],
+        [(2, 0, 7, True)],  # the next one needs several steps, and begins with a whole one
+        [(3, 0, 16, False)],
+        [(3, 16, 4, True), (4, 0, 12, True)],
+        [(5, 0, 2, True)],
+        [],
+    ]
+
+
+def test_a_prompt_that_is_cancelled_between_its_pieces_gives_its_slot_to_the_next() -> None:
+    scheduler = make(max_slots=1, max_length=90, prefill_chunk=16)
+    add(scheduler, 1, tuple(range(40)), params())
+    add(scheduler, 2, (6,), params())
+    first, second = following(scheduler), following(scheduler)
+    assert scheduler.cancel(1)
+    assert [scheduler.complete(answer(step)) for step in (first, second)] == [[], []]
+    third = following(scheduler)
+    assert (third.free, pieces(third)) == ((0,), [(0, 0, 1, True)])
+
+
+# -- ends, logprobs, priorities ------------------------------------------------------------------------------------
+
+
+def test_stop_tokens_end_the_text_and_have_none_of_their_own() -> None:
+    tokenizer = Tokenizer.load(default_model_path())
+    a, b = (tokenizer.encode(letter)[0] for letter in "ab")
+    scheduler = make(eos_token_ids=(a,))
+    add(scheduler, 1, (5,), params(stop_token_ids=[b], ignore_eos=True), text=TextStream(tokenizer))
+    assert run(scheduler, a)[1] == [Progress(1, a, None, "a")]
+    assert run(scheduler, b)[1] == [Progress(1, b, "stop", "")]
+
+
+def test_a_stop_string_ends_the_text_before_it_and_frees_the_slot() -> None:
+    tokenizer = Tokenizer.load(default_model_path())
+    scheduler = make(vocab_size=2048, max_slots=1)
+    token_ids = tokenizer.encode("And there was light.")
+    add(scheduler, 1, (5,), params(), text=TextStream(tokenizer, ("was l",)))
+    add(scheduler, 2, (6,), params())
+    progress = []
+    flying = [following(scheduler), following(scheduler)]
+    for token in token_ids:
+        progress += [one for one in scheduler.complete(answer(flying.pop(0), token)) if one.request_id == 1]
+        flying.append(following(scheduler))
+        if progress[-1].finish_reason:
+            break
+    assert "".join(one.text for one in progress) == "And there "
+    assert progress[-1].finish_reason == "stop"
+    assert (flying[-1].free, flying[-1].prefill[0].token_ids) == ((0,), (6,))
+    assert scheduler.complete(answer(flying[0], 9)) == []
+
+
+def test_a_stop_string_with_the_last_token_counts_as_stop() -> None:
+    tokenizer = Tokenizer.load(default_model_path())
+    scheduler = make(vocab_size=2048)
+    (token,) = tokenizer.encode("a")
+    add(scheduler, 1, (5,), params(1), text=TextStream(tokenizer, ("a",)))
+    assert run(scheduler, token)[1] == [Progress(1, token, "stop", "")]
+
+
+def test_logprobs_come_with_their_token_and_their_lack_is_an_error() -> None:
+    scheduler = make()
+    add(scheduler, 1, (5,), params(logprobs=1))
+    add(scheduler, 2, (6,), params())
+    step = following(scheduler)
+    known = TokenLogprobs(-0.5, ((7, -0.5),))
+    one, two = scheduler.complete(StepOutput(step.step_id, {0: 7, 1: 7}, {0: known}))
+    assert (one.logprobs, two.logprobs) == (known, None)
+    with pytest.raises(TransportError, match="no logprobs for slot 0"):
+        scheduler.complete(answer(following(scheduler)))
+
+
+def test_the_agent_is_told_how_to_sample() -> None:
+    scheduler = make()
+    wanted = params(temperature=0.5, seed=3, top_k=4, top_p=0.5, min_p=0.1, repetition_penalty=1.5, logprobs=2)
+    add(scheduler, 1, (5,), wanted)
+    (piece,) = following(scheduler).prefill
+    assert piece.sampling == wanted.sampling()
+    assert (piece.sampling.top_k, piece.sampling.top_p, piece.sampling.min_p) == (4, 0.5, 0.1)
+    assert (piece.sampling.repetition_penalty, piece.sampling.logprobs) == (1.5, 2)
+
+
+def test_lower_priorities_start_first() -> None:
+    scheduler = make(max_slots=1)
+    add(scheduler, 1, (1,), params(1))
+    add(scheduler, 2, (2,), params(1))
+    add(scheduler, 3, (3,), params(1), priority=-1)
+    assert [run(scheduler)[1][0].request_id for _ in range(3)] == [3, 1, 2]
+
+
+def test_one_that_wants_to_wait_is_not_refused_and_starts_in_its_turn() -> None:
+    scheduler = make(max_slots=1, max_queue=1)
+    for request_id in (1, 2):
+        add(scheduler, request_id, (5,), params(1))
+    add(scheduler, 3, (5,), params(1), wait=True)
+    with pytest.raises(QueueFullError):
+        add(scheduler, 4, (5,), params(1))
+    assert [run(scheduler)[1][0].request_id for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("priority", [1.5, True, "high", 1001, -1001])
+def test_a_priority_that_is_none_is_refused(priority: Any) -> None:
+    with pytest.raises(ConfigError, match="priority"):
+        Generation((1,), params(), priority=priority)
+
+
+# -- everything at once --------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_joins_leaves_and_is_cancelled_slots_stay_consistent_and_order_is_kept(seed: int) -> None:
     dice = random.Random(seed)
-    scheduler = make(max_slots=3, max_queue=1000)
-    held: set[int] = set()  # slots as the agent sees them
+    scheduler = make(max_slots=3, max_queue=1000, prefill_chunk=8)
+    held: dict[int, int] = {}  # tokens in each slot, as the agent sees it
     started: list[int] = []
     tokens: dict[int, int] = {}
     wanted: dict[int, int] = {}
     cancelled: set[int] = set()
+    stopped: set[int] = set()
+    flying: list[tuple[StepInput, StepOutput]] = []
     for request_id in range(60):
         wanted[request_id] = dice.randrange(1, 8)
-        add(scheduler, request_id, (dice.randrange(90),), params(wanted[request_id], seed=request_id))
-    while (step := scheduler.next_step()) is not None:
-        held -= set(step.free)
-        for start in step.prefill:
-            assert start.slot not in held
-            held.add(start.slot)
-            started.append(start.sampling.seed)
-        assert set(step.decode) <= held
+        prompt = tuple(dice.randrange(90) for _ in range(dice.randrange(1, 20)))
+        add(scheduler, request_id, prompt, params(wanted[request_id], seed=request_id))
+    while True:
+        while (step := scheduler.next_step()) is not None:
+            for slot in step.free:
+                held.pop(slot, None)
+            assert sum(len(piece.token_ids) for piece in step.prefill) <= 8
+            for piece in step.prefill:
+                assert held.get(piece.slot, 0) == piece.start
+                held[piece.slot] = piece.start + len(piece.token_ids)
+                if not piece.start:
+                    started.append(piece.sampling.seed)
+            for slot in step.decode:
+                held[slot] += 1
+            assert max(held.values()) < 32
+            flying.append((step, answer(step, EOS if dice.random() < 0.05 else 7)))
+        if not flying:
+            break
         if dice.random() < 0.3:
             victim = dice.randrange(60)
             if scheduler.cancel(victim):
                 cancelled.add(victim)
-        for one in scheduler.complete(StepOutput(step.step_id, dict.fromkeys(held, 7))):
+        for one in scheduler.complete(flying.pop(0)[1]):
             tokens[one.request_id] = tokens.get(one.request_id, 0) + 1
-            assert (one.finish_reason == "length") == (tokens[one.request_id] == wanted[one.request_id])
-            assert one.request_id not in cancelled
+            is_last = tokens[one.request_id] == wanted[one.request_id]
+            assert one.finish_reason == ("stop" if one.token_id == EOS else "length" if is_last else None)
+            assert one.request_id not in cancelled | stopped
+            if one.finish_reason == "stop":
+                stopped.add(one.request_id)
     assert started == sorted(started)
-    assert {r for r in wanted if tokens.get(r) == wanted[r]} | cancelled == set(range(60))
+    assert {r for r in wanted if tokens.get(r) == wanted[r]} | cancelled | stopped == set(range(60))
+    assert (scheduler.running, scheduler.waiting) == (0, 0)
