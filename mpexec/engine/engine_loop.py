@@ -122,10 +122,10 @@ class EngineLoop(TaskOwner):
             (self._main_loop(), "main_loop"),
             (self._response_loop(), "response_loop"),
         ):
-            self._start_own(tasks, work, name)
+            self._start_own(tasks, _raising_root_cause(work), name)
 
     def _start_own(self, tasks: TaskSet, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = tasks.start(_raising_root_cause(work), name=name)
+        task = tasks.start(work, name=name)
         # After the set's own callback, so that the failure is known: callers hear of it in this turn of the loop.
         task.add_done_callback(lambda _: self._requests.close(root_cause(tasks.failure)))
         self._own.append(task)
@@ -134,9 +134,9 @@ class EngineLoop(TaskOwner):
         """End the engine with this root cause, as if one of its tasks had failed with it."""
 
         async def fail() -> None:
-            raise error
+            raise root_cause(error) or error
 
-        if self.running:
+        if self.running and self._started.failure is None:
             self._start_own(self._started, fail(), "operation")
 
     def set_pace(self, pace: Pace) -> None:
