@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_agents import BrokenOnPurposeError, mp_engine, uni_engine
+from engine_agents import BrokenOnPurposeError, as_if_likely, mp_engine, uni_engine
 
 from mpexec import Engine, EngineConfig, SamplingParams, UniExecutor
 from mpexec.engine.engine import GenerationOutput
 from mpexec.engine.request import Generation, RequestType, ResponseType
+from mpexec.engine.tokenizer import Tokenizer
 from mpexec.errors import (
     ConfigError,
     EngineStoppedError,
@@ -28,6 +29,7 @@ from mpexec.errors import (
     WorkerDiedError,
     WrongStateError,
 )
+from mpexec.models import default_model_path
 from mpexec.mp_engine.zmq_engine import ZMQEngine
 
 MakeEngine = Callable[..., Engine]
@@ -169,6 +171,65 @@ async def test_the_context_limit_ends_an_answer_with_reason_length(make_engine: 
         assert (len(ids(outputs)), outputs[-1].finish_reason) == (15, "length")
         with pytest.raises(ConfigError, match="20 tokens"):
             engine.generate(list(range(20)))
+
+
+async def test_a_stop_string_ends_an_answer_before_it_and_its_slot_serves_the_next(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_slots=1)
+    tokenizer = Tokenizer.load(default_model_path())
+    whole = tokenizer.decode(range(301, 500))
+    stop = whole[40:46]
+    async with engine:
+        outputs = await collect(engine, [300], many(stop=[stop, "\0never"]))
+        text = "".join(output.text for output in outputs)
+        assert (text, outputs[-1].finish_reason) == (whole[: whole.index(stop)], "stop")
+        assert ids(outputs) == list(range(301, 301 + len(ids(outputs))))  # up to the token that completes it
+        assert stop in tokenizer.decode(ids(outputs))
+        assert stop not in tokenizer.decode(ids(outputs)[:-1])
+        assert ids(await collect(engine, [5], many(2))) == [6, 7]
+        outputs = await collect(engine, [300], many(stop_token_ids=[305]))
+        assert (ids(outputs)[-1], outputs[-1].finish_reason) == (305, "stop")
+        await until(lambda: (engine.metrics().finished, engine.metrics().cancelled) == (3, 0))
+
+
+async def test_logprobs_stand_beside_their_tokens_and_only_where_they_were_asked_for(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    async with engine:
+        with_them, without = await asyncio.gather(
+            collect(engine, [100], many(20, logprobs=1)), collect(engine, [200], many(20))
+        )
+        known = [one for output in with_them for one in output.logprobs or ()]
+        assert known == [as_if_likely(token) for token in ids(with_them)]
+        assert all(len(output.logprobs or ()) == len(output.token_ids) for output in with_them)
+        assert all(output.logprobs is None for output in without)
+
+
+async def test_a_long_prompt_is_taken_in_pieces_and_the_answer_is_the_same(make_engine: MakeEngine) -> None:
+    engine = make_engine(prefill_chunk=64)
+    async with engine:
+        running = engine.generate([1], many(900))
+        await anext(running)
+        before = engine.metrics().steps
+        assert ids(await collect(engine, list(range(600)), many(3))) == [600, 601, 602]
+        await until(lambda: engine.metrics().steps - before >= 12)
+        await running.aclose()
+
+
+async def test_those_that_want_to_wait_are_not_refused_and_low_priorities_start_first(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_slots=1, max_queue=1)
+    async with engine:
+        ended: list[int] = []
+
+        async def answer(first: int, priority: int) -> None:
+            outputs = engine.generate([first], many(10), priority=priority, wait=True)
+            assert ids([output async for output in outputs]) == list(range(first + 1, first + 11))
+            ended.append(first)
+
+        running = engine.generate([1], many(1000))  # long enough for all others to arrive
+        await anext(running)
+        await asyncio.gather(count_of(running), *(answer(10 * n, -n) for n in range(1, 6)))
+        assert ended == [50, 40, 30, 20, 10]
+        with pytest.raises(ConfigError, match="priority"):
+            engine.generate([1], priority=0.5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("prompt", ["", [], [2048], [-1], ["a"], [True, 1.0], "a" * 20_000, "\udcff"])

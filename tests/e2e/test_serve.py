@@ -270,9 +270,9 @@ def test_a_conversation_runs_through_the_models_template_streamed_or_not(
         assert plain is not None
         assert plain.token_logprobs == [-token / 1024 for token in range(101, 110)]
         chunks = list(client.completions.create(model="chatty", prompt=[100], max_tokens=9, logprobs=0, stream=True))
-        parts = [chunk.choices[0].logprobs for chunk in chunks]
-        assert sum((part.token_logprobs or [] for part in parts if part), []) == plain.token_logprobs
-        assert sum((part.text_offset or [] for part in parts if part), []) == plain.text_offset
+        parts = [part for chunk in chunks if (part := chunk.choices[0].logprobs)]
+        assert [value for part in parts for value in part.token_logprobs or []] == plain.token_logprobs
+        assert [offset for part in parts for offset in part.text_offset or []] == plain.text_offset
 
 
 # -- many clients, and clients that leave --------------------------------------------------------------------------
