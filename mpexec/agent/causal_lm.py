@@ -267,7 +267,7 @@ class CausalLMAgent(ModelAgent):
     def _run(
         self, token_ids: list[list[int]], positions: list[list[int]], view: SlotView, *, keep: list[int]
     ) -> torch.Tensor:
-        """Run the model on [batch, tokens]; return this rank's logits at the indices `keep`, [batch, len(keep), share]."""
+        """Run the model on [batch, tokens]; return this rank's logits at `keep`, [batch, len(keep), share]."""
         output = self._model(
             input_ids=torch.tensor(token_ids, device=self.device),
             position_ids=torch.tensor(positions, device=self.device),

@@ -91,7 +91,7 @@ def build_model(
     """
     transformers, config = _read_config(source)
     options: dict[str, Any] = {"dtype": source.dtype, "attn_implementation": ATTENTION_NAME, "local_files_only": True}
-    with _undisturbed(source.device, source.local_rank):
+    with _undisturbed(source.device, source.local_rank), _quiet(transformers.logging):
         if source.world_size > 1:
             options.update(_tensor_parallel_options(source.world_size))
         model, facts = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
@@ -236,6 +236,17 @@ def _tensor_parallel_options(world_size: int) -> dict[str, Any]:
 
 
 @contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Have transformers log errors only: what it finds about the weights is said in our own errors."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+@contextmanager
 def _undisturbed(device: str, local_rank: int) -> Iterator[None]:
     """Keep what from_pretrained may change, and make it shard onto `device`.
 
@@ -250,6 +261,7 @@ def _undisturbed(device: str, local_rank: int) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", UserWarning)  # of random numbers for tensors that will be refused
             yield
     finally:
         torch._C._get_accelerator = detect

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpexec.agent.loading import import_transformers
 from mpexec.agent.steps import Sampling, TokenLogprobs
 
 
@@ -71,7 +71,7 @@ def logits_processors(sampling: Sampling) -> list[Any]:
             wanted.append(("MinPLogitsWarper", sampling.min_p))
     if not wanted:
         return []
-    processors = import_module("transformers.generation.logits_process")
+    processors = import_transformers().generation.logits_process
     return [getattr(processors, name)(value) for name, value in wanted]
 
 

@@ -1,11 +1,12 @@
-"""Tokens of CausalLMAgent against transformers' own `generate`: float32, CPU, one and two ranks, a batch of eight."""
+"""Tokens of CausalLMAgent against transformers' own `generate`: float32, CPU, 1, 2 and 4 ranks, a batch of eight."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,28 @@ import torch
 from mpexec import build_executor
 from mpexec.agent.causal_lm import CausalLMAgent
 from mpexec.agent.loading import import_transformers
-from mpexec.agent.steps import Prefill, Sampling, StepInput, StepOutput
+from mpexec.agent.steps import GREEDY, Prefill, Sampling, StepInput, StepOutput
 from mpexec.errors import ConfigError
 from mpexec.models import default_model_path
 
 NEW_TOKENS = 64
 LENGTHS = (1, 2, 3, 7, 12, 20, 33, 50)
-MODELS = ("bundled", "llama", "qwen2", "qwen3")
+MODELS = ("bundled", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+# Each family once, and what differs most on one rank and on two; the rest is slow.
+QUICK = {("bundled", 1), ("bundled", 2), ("llama", 2), ("mistral", 1), ("qwen2", 2), ("qwen3", 1), ("qwen3_moe", 2)}
+CASES = [
+    pytest.param(kind, ranks, marks=[] if (kind, ranks) in QUICK else [pytest.mark.slow])
+    for kind in MODELS
+    for ranks in (1, 2, 4)
+]
+SAMPLED = (
+    Sampling(0.9, seed=4),
+    Sampling(1.3, seed=-5, top_k=7),
+    Sampling(0.8, seed=2**70, top_p=0.7, logprobs=2),
+    Sampling(1.1, seed=4, min_p=0.1, repetition_penalty=1.3),
+    Sampling(repetition_penalty=1.5),
+    Sampling(1.0, seed=1, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=0.8),
+)
 # Where transformers' two best logits are closer than this, the order in which floats are added decides between them.
 TIE = 1e-5
 
@@ -36,15 +52,19 @@ def random_model(kind: str, folder: Path) -> Path:
         "hidden_size": 64,
         "intermediate_size": 112,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "max_position_embeddings": 256,
         "initializer_range": 0.15,
     }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
     configs: dict[str, Callable[[], Any]] = {
         "llama": lambda: transformers.LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=False),
+        "mistral": lambda: transformers.MistralConfig(**sizes, sliding_window=200, tie_word_embeddings=False),
         "qwen2": lambda: transformers.Qwen2Config(**sizes, tie_word_embeddings=False),
         "qwen3": lambda: transformers.Qwen3Config(**sizes, head_dim=24, tie_word_embeddings=True),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=16),
+        "mixtral": lambda: transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
     }
     torch.manual_seed(17)
     model = transformers.AutoModelForCausalLM.from_config(configs[kind]())
@@ -52,7 +72,7 @@ def random_model(kind: str, folder: Path) -> Path:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="200KB")
     return folder
 
 
@@ -83,11 +103,12 @@ def reference(path: Path, prompts: list[list[int]]) -> list[tuple[list[int], lis
 
 
 def generate(
-    step: Step, prompts: list[list[int]], *, temperature: float = 0.0, count: int = NEW_TOKENS
+    step: Step, prompts: list[list[int]], samplings: Sequence[Sampling] = (), count: int = NEW_TOKENS
 ) -> list[list[int]]:
-    """Run all prompts in one batch and return their new tokens."""
+    """Run all prompts in one batch and return their new tokens; those without a sampling are greedy."""
     slots = range(len(prompts))
-    prefill = tuple(Prefill(slot, tuple(prompts[slot]), sampling=Sampling(temperature, slot)) for slot in slots)
+    each = dict(enumerate(samplings))
+    prefill = tuple(Prefill(slot, tuple(prompts[slot]), sampling=each.get(slot, GREEDY)) for slot in slots)
     outputs = [step(StepInput(0, prefill=prefill))]
     outputs += [step(StepInput(number, decode=tuple(slots))) for number in range(1, count)]
     step(StepInput(count, free=tuple(slots)))
@@ -104,38 +125,52 @@ def running(path: Path, ranks: int) -> Iterator[Step]:
 
         def step(inputs: StepInput) -> StepOutput:
             answers = executor.collective_rpc("forward", args=(inputs,), timeout=30.0)
-            assert all(answer == answers[0] for answer in answers), "the ranks disagree"
+            assert all(answer.tokens == answers[0].tokens for answer in answers), "the ranks disagree"
             assert isinstance(answers[0], StepOutput)
             return answers[0]
 
         yield step
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == "bundled":
-        return default_model_path()
-    return random_model(request.param, tmp_path_factory.mktemp(request.param))
+@dataclass
+class Models:
+    """Each model with what `generate` makes of the prompts, made once; and what the agent has sampled from it."""
+
+    folder: Path
+    prompts: list[list[int]]
+    wanted: dict[str, list[tuple[list[int], list[float]]]] = field(default_factory=dict)
+    sampled: dict[str, list[list[int]]] = field(default_factory=dict)
+
+    def get(self, kind: str) -> Path:
+        path = default_model_path() if kind == "bundled" else self.folder / kind
+        if kind not in self.wanted:
+            if kind != "bundled":
+                random_model(kind, path)
+            self.wanted[kind] = reference(path, self.prompts)
+        return path
 
 
 @pytest.fixture(scope="module")
-def prompts(model: Path) -> list[list[int]]:
-    return random_prompts(500)
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"), random_prompts(500))
 
 
-@pytest.fixture(scope="module")
-def wanted(model: Path, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    return reference(model, prompts)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_greedy_tokens_equal_generate(
-    ranks: int, model: Path, prompts: list[list[int]], wanted: list[tuple[list[int], list[float]]]
+@pytest.mark.parametrize("kind, ranks", CASES)
+def test_tokens_equal_generate_and_sampled_ones_depend_on_nothing_but_their_seed(
+    kind: str, ranks: int, models: Models
 ) -> None:
-    with running(model, ranks) as step:
-        got = generate(step, prompts)
-        drawn = [generate(step, prompts, temperature=0.9, count=6) for _ in range(2)]
-    assert drawn[0] == drawn[1], "the same seeds gave other tokens"
+    path = models.get(kind)
+    with running(path, ranks) as step:
+        got = generate(step, models.prompts)
+        drawn = generate(step, models.prompts, SAMPLED, count=6)
+        alone = [generate(step, [models.prompts[row]], [SAMPLED[row]], count=6)[0] for row in (1, 3)]
+    assert alone == [drawn[1], drawn[3]], "company changed a sample"
+    assert models.sampled.setdefault(kind, drawn) == drawn, "another number of ranks gave other samples"
+    assert drawn[-1] == got[-1][:6], "samples changed a greedy row"
+    check(f"{kind} on {ranks} ranks", got, models.wanted[kind])
+
+
+def check(name: str, got: list[list[int]], wanted: list[tuple[list[int], list[float]]]) -> None:
     wrong = []
     for number, (tokens, (right, gaps)) in enumerate(zip(got, wanted, strict=True)):
         differing = next((at for at in range(NEW_TOKENS) if tokens[at] != right[at]), None)
@@ -144,15 +179,15 @@ def test_greedy_tokens_equal_generate(
         # After the first difference the texts differ, so the rest of this prompt says nothing.
         pair, gap = f"{tokens[differing]} for {right[differing]}", gaps[differing]
         fact = f"prompt {number} token {differing}: {pair}, gap {gap:.2e}"
-        print(f"{model.name} on {ranks} ranks: {fact}")
+        print(f"{name}: {fact}")
         if gap >= TIE:
             wrong.append(fact)
     assert not wrong
 
 
-def test_sequences_join_and_leave_between_steps_without_changing_each_other(
-    model: Path, prompts: list[list[int]], wanted: list[tuple[list[int], list[float]]]
-) -> None:
+@pytest.mark.parametrize("kind", ["bundled", "qwen3_moe"])
+def test_sequences_join_and_leave_between_steps_without_changing_each_other(kind: str, models: Models) -> None:
+    model, prompts, wanted = models.get(kind), models.prompts, models.wanted[kind]
     with running(model, ranks=1) as step:
         first = [step(StepInput(0, prefill=(Prefill(5, tuple(prompts[2])), Prefill(1, tuple(prompts[6]))))).tokens]
         first += [step(StepInput(1, decode=(5, 1))).tokens]
@@ -165,11 +200,79 @@ def test_sequences_join_and_leave_between_steps_without_changing_each_other(
 
 def test_an_interrupted_sample_resumes_with_the_same_tokens() -> None:
     with running(default_model_path(), ranks=1) as step:
-        whole = generate(step, [[5, 6, 7]], temperature=1.0, count=12)[0]
+        whole = generate(step, [[5, 6, 7]], [Sampling(1.0)], count=12)[0]
         resumed = Prefill(3, (5, 6, 7, *whole[:6]), sampling=Sampling(1.0))
         tokens = [step(StepInput(0, prefill=(resumed,))).tokens[3]]
         tokens += [step(StepInput(number, decode=(3,))).tokens[3] for number in range(5)]
     assert tokens == whole[6:]
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_prompt_in_pieces_gives_the_tokens_of_the_whole_prompt_while_others_go_on(size: int, models: Models) -> None:
+    agent = CausalLMAgent(str(models.get("bundled")))
+    agent.build_model()
+    prompts, wanted = models.prompts, models.wanted["bundled"]
+    got: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    waiting = {slot: list(prompts[number]) for slot, number in {1: 4, 2: 5}.items()}
+    agent.forward(StepInput(0, prefill=(Prefill(0, (3, 4, 5)),)))
+    for number in range(1, 40):
+        pieces = []
+        decode = tuple(slot for slot in got if slot not in waiting)
+        for slot, rest in list(waiting.items()):
+            whole = len(prompts[{1: 4, 2: 5}[slot]])
+            piece, waiting[slot] = rest[:size], rest[size:]
+            pieces.append(Prefill(slot, tuple(piece), whole - len(rest), is_last=len(rest) <= size))
+            if len(rest) <= size:
+                del waiting[slot]
+        output = agent.forward(StepInput(number, prefill=tuple(pieces), decode=decode))
+        assert output.tokens.keys() == {*decode, *(one.slot for one in pieces if one.is_last)}
+        for slot, token in output.tokens.items():
+            got[slot].append(token)
+    assert got[1] == wanted[4][0][: len(got[1])]
+    assert got[2] == wanted[5][0][: len(got[2])]
+    assert len(got[2]) >= 19
+
+
+def test_pieces_that_do_not_follow_each_other_are_refused_and_change_nothing() -> None:
+    agent = CausalLMAgent(str(default_model_path()), max_slots=2, max_length=8)
+    agent.build_model()
+    agent.forward(StepInput(0, prefill=(Prefill(0, (1, 2, 3), is_last=False),)))
+    for piece, message in [
+        (Prefill(0, (4,), start=2), "starts at 2; it holds 3"),
+        (Prefill(0, (4,), start=4), "starts at 4; it holds 3"),
+        (Prefill(0, (4,)), "slot 0 is in use"),
+        (Prefill(1, (4,), start=1), "starts at 1; it holds 0"),
+        (Prefill(0, (4, 5, 6, 7, 8), start=3), "a prompt of 8 tokens does not fit"),
+        (Prefill(0, (), start=3), "does not fit"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            agent.forward(StepInput(1, prefill=(piece,)))
+    with pytest.raises(ValueError, match="slot 0 cannot be decoded"):
+        agent.forward(StepInput(1, decode=(0,)))
+    with pytest.raises(ValueError, match="slot 0 is named twice"):
+        agent.forward(StepInput(1, prefill=(Prefill(0, (4,), start=3), Prefill(0, (5,), start=4))))
+    with pytest.raises(ValueError, match="starts at 3; it holds 0"):
+        agent.forward(StepInput(1, free=(0,), prefill=(Prefill(0, (4,), start=3),)))
+    pieced = agent.forward(StepInput(1, prefill=(Prefill(0, (4,), start=3),))).tokens[0]
+    assert agent.forward(StepInput(2, prefill=(Prefill(1, (1, 2, 3, 4)),))).tokens[1] == pieced
+
+
+def test_log_probabilities_are_those_of_the_model_whatever_is_sampled(models: Models) -> None:
+    path = models.get("bundled")
+    agent = CausalLMAgent(str(path))
+    agent.build_model()
+    prompt = models.prompts[3]
+    sampled = Sampling(1.5, seed=3, top_k=5, repetition_penalty=1.2, logprobs=3)
+    output = agent.forward(StepInput(0, prefill=(Prefill(0, tuple(prompt), sampling=sampled), Prefill(1, (1, 2)))))
+    assert output.logprobs.keys() == {0}
+    model = import_transformers().AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+    with torch.inference_mode():
+        logarithms = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
+    best = logarithms.topk(3)
+    found = output.logprobs[0]
+    assert found.chosen == pytest.approx(float(logarithms[output.tokens[0]]), abs=1e-4)
+    assert [token for token, _ in found.top] == best.indices.tolist()
+    assert [value for _, value in found.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_steps_that_do_not_fit_the_slots_are_refused_by_name() -> None:
@@ -178,7 +281,7 @@ def test_steps_that_do_not_fit_the_slots_are_refused_by_name() -> None:
     agent.forward(StepInput(0, prefill=(Prefill(0, (1, 2, 3)),)))
     with pytest.raises(ValueError, match="slot 0 is in use"):
         agent.forward(StepInput(1, prefill=(Prefill(0, (1,)),)))
-    with pytest.raises(ValueError, match="not one of 0 to 1"):
+    with pytest.raises(ValueError, match="named twice or not one of 0 to 1"):
         agent.forward(StepInput(1, prefill=(Prefill(2, (1,)),)))
     with pytest.raises(ValueError, match="prompt of 4 tokens"):
         agent.forward(StepInput(1, prefill=(Prefill(1, (1, 2, 3, 4)),)))

@@ -1,6 +1,7 @@
 """Facts of model folders, and what is refused before any rank starts."""
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mpexec.agent.checkpoint import check_tensor_parallel, read_checkpoint
+from mpexec.agent.checkpoint import check_tensor_parallel, read_checkpoint, weight_files
 from mpexec.errors import ConfigError
 from mpexec.models import bundled_models, default_model_path
 
@@ -35,8 +36,17 @@ def write(folder: Path, *, generation: dict[str, Any] | None = None, **changes: 
 
 
 def write_weights(file: Path, shapes: dict[str, list[int]]) -> None:
-    header = json.dumps({name: {"dtype": "F32", "shape": shape} for name, shape in shapes.items()}).encode()
-    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(end))
+
+
+def write_index(folder: Path, *files: str) -> None:
+    index = {"weight_map": {f"tensor{number}": file for number, file in enumerate(files)}}
+    folder.joinpath("model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def test_facts_come_from_the_json_files_and_the_weight_headers(tmp_path: Path) -> None:
@@ -83,6 +93,43 @@ def test_folders_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path)
         read_checkpoint(write(tmp_path, hidden_size=None))
     write(tmp_path).joinpath("model.safetensors").write_bytes(b"version https://git-lfs")
     with pytest.raises(ConfigError, match=r"not a whole safetensors file"):
+        read_checkpoint(tmp_path)
+
+
+def test_the_index_says_which_files_belong_to_the_model(tmp_path: Path) -> None:
+    write(tmp_path)
+    write_weights(tmp_path / "model-00001-of-00002.safetensors", {"tensor0": [3]})
+    write_weights(tmp_path / "model-00002-of-00002.safetensors", {"tensor1": [4]})
+    write_weights(tmp_path / "consolidated.safetensors", {"again": [7]})
+    write_index(tmp_path, "model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors")
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [file.name for file in weight_files(tmp_path)] == names
+    assert read_checkpoint(tmp_path).parameters == 7
+
+
+def test_the_whole_model_is_preferred_to_copies_beside_it_and_safetensors_to_bin(tmp_path: Path) -> None:
+    write(tmp_path)
+    tmp_path.joinpath("pytorch_model.bin").write_bytes(b"12345")
+    assert read_checkpoint(tmp_path).nbytes == 5
+    write_weights(tmp_path / "model.safetensors", {"a": [2]})
+    write_weights(tmp_path / "consolidated.safetensors", {"b": [7]})
+    assert read_checkpoint(tmp_path).parameters == 2
+
+
+def test_broken_and_missing_weight_files_are_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    write_index(tmp_path, "one.safetensors", "two.safetensors")
+    write_weights(tmp_path / "one.safetensors", {"tensor0": [100]})
+    with pytest.raises(ConfigError, match=r"two\.safetensors is missing \(1 of 2 files are\)"):
+        read_checkpoint(tmp_path)
+    write_weights(tmp_path / "two.safetensors", {"tensor1": [100]})
+    whole = tmp_path.joinpath("two.safetensors").read_bytes()
+    for broken in (whole[:-1], whole[:20], b"", b"\xff" * 64, struct.pack("<Q", 2) + b"[]"):
+        tmp_path.joinpath("two.safetensors").write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"two\.safetensors is not a whole safetensors file"):
+            read_checkpoint(tmp_path)
+    tmp_path.joinpath("model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(ConfigError, match=r"index\.json does not say which file holds which weight"):
         read_checkpoint(tmp_path)
 
 

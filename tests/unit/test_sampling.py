@@ -1,14 +1,18 @@
 """Tokens from logits: greedy, drawn, and independent of company."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from mpexec.agent.sampling import sample, uniform
+from mpexec.agent.loading import import_transformers
+from mpexec.agent.sampling import Sampler, choose, logits_processors, logprobs, uniform
+from mpexec.agent.steps import Sampling
 
 
 def draw(logits: torch.Tensor, temperature: float, seeds: list[int], positions: list[int]) -> list[int]:
-    rows = logits.shape[0]
-    return sample(logits, temperatures=[temperature] * rows, seeds=seeds, positions=positions)
+    samplers = [Sampler(Sampling(temperature, seed)) for seed in seeds]
+    return choose(logits, samplers, [[0] * position for position in positions])
 
 
 def test_temperature_zero_takes_the_largest_logit_and_the_lowest_token_among_equals() -> None:
@@ -37,7 +41,7 @@ def test_a_row_draws_the_same_token_alone_and_in_any_company() -> None:
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.tensor([[0.0, 5.0], [0.0, 5.0]])
-    tokens = sample(logits, temperatures=[0.0, 1e-3], seeds=[0, 0], positions=[0, 0])
+    tokens = choose(logits, [Sampler(Sampling()), Sampler(Sampling(1e-3))], [[], []])
     assert tokens == [1, 1]
 
 
@@ -55,3 +59,96 @@ def test_drawn_tokens_follow_the_distribution(temperature: float) -> None:
 def test_low_precision_logits_are_accepted() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert all(0 <= token < 50 for token in draw(logits, 0.8, [1, 2], [0, 0]))
+
+
+EVERYTHING = {"temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.3}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"repetition_penalty": 1.3},
+        {"temperature": 0.7},
+        {"temperature": 1.0, "top_k": 9},
+        {"temperature": 1.4, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.05},
+        EVERYTHING,
+    ],
+    ids=lambda values: "+".join(values) or "greedy",
+)
+def test_scores_are_those_of_transformers_generate(values: dict[str, Any]) -> None:
+    transformers = import_transformers()
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=90,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            initializer_range=0.5,
+        )
+    ).eval()
+    prompt = [5, 9, 9, 71]
+    output = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=4,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_scores=True,
+        pad_token_id=0,
+        eos_token_id=None,
+        do_sample="temperature" in values,
+        **{"top_k": 0, "temperature": 1.0, **values},
+    )
+    sequence = output.sequences[0].tolist()
+    sampler = Sampler(Sampling(**values))
+    for step, (logits, wanted) in enumerate(zip(output.logits, output.scores, strict=True)):
+        scores = sampler.scores(logits[0], sequence[: len(prompt) + step])
+        assert torch.equal(scores.isinf(), wanted[0].isinf())
+        torch.testing.assert_close(scores.float(), wanted[0])
+
+
+def test_the_processors_are_in_the_order_of_generate() -> None:
+    names = [type(one).__name__ for one in logits_processors(Sampling(**EVERYTHING))]
+    assert names == [
+        "RepetitionPenaltyLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "MinPLogitsWarper",
+    ]
+
+
+def test_what_is_filtered_out_is_never_drawn_even_at_the_end_of_the_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = torch.tensor([[1.0, 1.0, 0.9, -3.0, -3.0]])
+    sampler = Sampler(Sampling(1.0, top_k=3))
+    for point, token in [(0.0, 0), (1.0 - 2.0**-53, 2)]:
+        monkeypatch.setattr("mpexec.agent.sampling.uniform", lambda *_, point=point: point)
+        assert choose(logits, [sampler], [[7]]) == [token]
+
+
+def test_a_penalty_counts_for_greedy_rows_too() -> None:
+    logits = torch.tensor([[3.0, 2.9, -1.0]])
+    assert choose(logits, [Sampler(Sampling(repetition_penalty=1.2))], [[0]]) == [1]
+    assert choose(logits, [Sampler(Sampling(repetition_penalty=1.2))], [[2]]) == [0]
+
+
+def test_only_rows_that_need_them_ask_for_all_logits() -> None:
+    assert not Sampler(Sampling(seed=3, top_k=4, top_p=0.5)).needs_logits
+    assert Sampler(Sampling(logprobs=0)).needs_logits
+    assert Sampler(Sampling(0.1)).needs_logits
+    assert Sampler(Sampling(repetition_penalty=1.1)).needs_logits
+
+
+def test_log_probabilities_name_the_chosen_token_and_the_best() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0])
+    wanted = logits.log_softmax(0).tolist()
+    found = logprobs(logits, 0, 2)
+    assert found.chosen == pytest.approx(wanted[0])
+    assert [token for token, _ in found.top] == [1, 2]
+    assert [value for _, value in found.top] == pytest.approx([wanted[1], wanted[2]])
+    assert logprobs(logits, 0, 0).top == ()
+    assert len(logprobs(logits, 0, 20).top) == 3
