@@ -104,6 +104,8 @@ class ModelAgent(TaskOwner):
             finally:
                 self._tell_forward(False)
             self._outputs.put_nowait(output)
+            # The next input may be there already: the output leaves before a forward that holds this thread for long.
+            await asyncio.sleep(0)
 
     def _tell_forward(self, begins: bool) -> None:
         if self._on_forward is not None:

@@ -73,6 +73,26 @@ async def test_preprocessing_of_the_next_input_overlaps_the_forward_of_this_one(
         assert [await bounded(agent.get_output()) for _ in range(2)] == ["a", "b"]
 
 
+async def test_an_output_can_be_taken_before_a_forward_that_blocks_the_loop_runs_on_the_next_input() -> None:
+    trace: list[str] = []
+
+    class Blocking(ModelAgent):
+        def forward(self, inputs: Any) -> Any:
+            trace.append(f"forward {inputs}")
+            return inputs
+
+    async def take(agent: ModelAgent) -> None:
+        for _ in range(3):
+            trace.append(f"taken {await agent.get_output()}")
+
+    async with Blocking() as agent:
+        taker = asyncio.create_task(take(agent))
+        for number in range(3):
+            agent.set_forward_inputs(number)
+        await bounded(taker)
+    assert trace == [f"{what} {number}" for number in range(3) for what in ("forward", "taken")]
+
+
 async def test_preprocessing_does_not_run_ahead_without_bound() -> None:
     class Counting(ModelAgent):
         prepared = 0
