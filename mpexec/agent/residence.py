@@ -21,6 +21,8 @@ class Residence:
         is_left: Between `leave` and `come_back`.
     """
 
+    _moving = frozenset({"cuda"})
+
     def __init__(self, model: torch.nn.Module, cache: SlotCache) -> None:
         self._model = model
         self._cache = cache
@@ -37,7 +39,7 @@ class Residence:
         self._cache.keys = self._cache.values = empty
         # By storage, not by tensor: whatever else refers to a weight, such as the closure of a layer, stays right.
         for storage in self._storages():
-            self._moved.append((storage, storage.cpu()))
+            self._moved.append((storage, torch.UntypedStorage(storage.nbytes()).copy_(storage)))
             storage.resize_(0)
         if empty.is_cuda:
             torch.cuda.empty_cache()
@@ -61,11 +63,11 @@ class Residence:
         self.is_left = False
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Each of the model's on a CUDA device, once."""
+        """Each of the model's that is to move, once."""
         seen: set[int] = set()
         tensors: list[Any] = [*self._model.parameters(), *self._model.buffers()]
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if tensor.is_cuda and storage.data_ptr() not in seen:
+            if tensor.device.type in self._moving and storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 yield storage

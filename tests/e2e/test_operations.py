@@ -186,8 +186,15 @@ async def test_an_engine_that_was_not_started_cannot_be_put_to_sleep(make: MakeE
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["sleep", "wakeup", "update_params"])
-@pytest.mark.parametrize("manner", ["raise", "die"])
+@pytest.mark.parametrize(
+    "operation, manner",
+    [
+        ("sleep", "raise"),
+        ("update_params", "die"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("sleep", "die"), ("wakeup", "raise"))),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("wakeup", "die"), ("update_params", "raise"))),
+    ],
+)
 async def test_an_operation_that_fails_on_one_rank_of_two_fails_the_engine_with_that_error(
     make: MakeEngine, tmp_path: Path, operation: str, manner: str
 ) -> None:
@@ -301,6 +308,12 @@ async def test_health_shows_a_step_while_a_rank_is_in_it(make: MakeEngine) -> No
         await until(lambda: [rank.method for rank in engine.health().ranks] == [None] * 2)
 
 
+def forwards(engine: Engine) -> list[int]:
+    """How many steps each rank has been through."""
+    ranks = engine.metrics().executor.ranks
+    return [rank.methods["forward"].count for rank in ranks if rank.methods is not None]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 async def test_metrics_tell_the_times_of_requests_steps_and_methods_on_each_rank(
     make: MakeEngine, world_size: int
@@ -308,6 +321,8 @@ async def test_metrics_tell_the_times_of_requests_steps_and_methods_on_each_rank
     async with make(world_size=world_size, step_seconds=0.01) as engine:
         await asyncio.gather(*(tokens(engine, 100 * n, 5) for n in range(3)))
         await until(lambda: engine.metrics().running == 0)
+        # Ranks that count need not wait for each other: one may still be at the last step.
+        await until(lambda: set(forwards(engine)) == {engine.metrics().steps})
         metrics = engine.metrics()
     counts = [
         getattr(metrics, name).count for name in ("queue_wait", "time_to_first_token", "inter_token", "end_to_end")
@@ -317,7 +332,6 @@ async def test_metrics_tell_the_times_of_requests_steps_and_methods_on_each_rank
     for rank in metrics.executor.ranks:
         assert rank.methods is not None
         forward = rank.methods["forward"]
-        assert metrics.steps <= forward.count <= metrics.steps + 2
         assert (forward.quantile(0.0) or 0.0) > 0.008
         assert {"start", "set_forward_inputs"} <= rank.methods.keys()
     if world_size == 2:
