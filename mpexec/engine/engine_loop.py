@@ -206,9 +206,10 @@ class EngineLoop(TaskOwner):
             output = await self._next_output()
             self.telemetry.received(output.step_id)
             self.counters.steps += 1
+            if not self._outbox.empty():
+                # An output that is there at once does not suspend this task; callers and cancellations need their turn.
+                await asyncio.sleep(0)
             self._outbox.put_nowait(self.scheduler.complete(output))
-            # An output that is there at once does not suspend this task; callers and cancellations need their turn.
-            await asyncio.sleep(0)
 
     async def _next_output(self) -> StepOutput:
         """The output of the oldest step in flight."""

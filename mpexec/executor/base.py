@@ -563,11 +563,12 @@ class Executor:
 
     async def _receive(self, wait: OutputWait) -> None:
         """Wait for an output or for room, and give it back where the wait is cancelled."""
-        try:
-            await self._wait_async(wait)
-        except BaseException:
-            self._outputs.withdraw(wait)
-            raise
+        if not wait.done:
+            try:
+                await self._wait_async(wait)
+            except BaseException:
+                self._outputs.withdraw(wait)
+                raise
         if wait.error is not None:
             raise wait.error
 

@@ -161,6 +161,7 @@ def text(outputs: list[GenerationOutput]) -> str:
     return "".join(output.text for output in outputs)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family, ranks", CASES)
 async def test_tokens_equal_generate_whoever_joins_and_leaves(
     family: str, ranks: int, models: Callable[[str], tuple[Path, Reference]], one_thread: None
