@@ -98,6 +98,5 @@ class Telemetry:
 
     def step_age(self) -> float | None:
         """Seconds since a step ended, or since the oldest one in flight was sent if that was later; None while idle."""
-        if not self._sent:
-            return None
-        return (self._clock() - max(self._last_output, next(iter(self._sent.values())))) / 1e9
+        sent = list(self._sent.values())  # in one step: other threads may ask
+        return (self._clock() - max(self._last_output, sent[0])) / 1e9 if sent else None
