@@ -168,6 +168,8 @@ class Inbox:
 
     def _publish(self) -> int:
         """Write down who must be woken; with the park lock held. The caller fences and looks again if it is not 0."""
+        if self._closed:  # a thread whose call has ended may come by later than the release, which takes the memory
+            return 0
         if self._leader is not None:
             mask = THREAD if self._leader_parked else 0
         elif self._loops or self._probing:
@@ -245,7 +247,9 @@ class Inbox:
                 interrupted = again
         if self._mask:
             linux.fence()
-            if self.has_news():
+            with self._park_lock:
+                news = not self._closed and self.has_news()
+            if news:
                 self.pump()
         if interrupted is not None:
             raise interrupted
@@ -301,6 +305,8 @@ class Inbox:
             poll.poll(Deadline(expiry).poll_ms())
         finally:
             self._polling = False
+        if pending.done:  # by another thread, and the executor may have been released since: the bell is no longer ours
+            return
         linux.drain_eventfd(bell)
         self.pump()
         if not pending.done and expiry is not None and time.monotonic_ns() >= expiry:
