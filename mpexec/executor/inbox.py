@@ -300,9 +300,8 @@ class Inbox:
         expiry = pending.next_expiry()
         self._polling = True
         try:
-            if pending.done:
-                return
-            poll.poll(Deadline(expiry).poll_ms())
+            if not pending.done:
+                poll.poll(Deadline(expiry).poll_ms())
         finally:
             self._polling = False
         if pending.done:  # by another thread, and the executor may have been released since: the bell is no longer ours
