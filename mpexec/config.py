@@ -214,6 +214,8 @@ class EngineConfig:
         prefill_chunk: Tokens of prompts that one step takes in, so that a long prompt does not hold up running answers
             for longer than that. A longer prompt is cut into pieces; a shorter one is not.
         stop_timeout: Seconds that `stop` may take.
+        stall_timeout: Seconds for which requests may run without a step that ends, until health says "stalled"; None
+            for ever.
     """
 
     max_slots: int = 8
@@ -221,6 +223,7 @@ class EngineConfig:
     max_length: int | None = None
     prefill_chunk: int = 512
     stop_timeout: float = 5.0
+    stall_timeout: float | None = 120.0
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "max_queue", "prefill_chunk"):
@@ -229,6 +232,8 @@ class EngineConfig:
         if self.max_length is not None and self.max_length < 2:
             raise ConfigError(f"max_length={self.max_length!r}: use at least 2 tokens, or None")
         _positive("stop_timeout", self.stop_timeout)
+        if self.stall_timeout is not None:
+            _positive("stall_timeout", self.stall_timeout)
 
 
 def _positive(name: str, seconds: Any) -> None:

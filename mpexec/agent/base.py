@@ -33,6 +33,7 @@ class ModelAgent(TaskOwner):
     local_rank: int = 0
     device: str = "cpu"
     _report: Callable[[str], None] | None = None
+    _on_forward: Callable[[bool], None] | None = None
     _tasks: TaskSet | None = None
     _loop: asyncio.AbstractEventLoop | None = None
 
@@ -65,6 +66,15 @@ class ModelAgent(TaskOwner):
             raise RuntimeError(f"{type(self).__name__} takes no inputs: start it first, and override forward")
         self._inputs.put_nowait(inputs)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give back what can be made again: called by `Engine.sleep_async`, on every rank, between steps.
+
+        Nothing here. An agent that refuses a level raises `ConfigError` before it changes anything.
+        """
+
+    def wakeup(self) -> None:
+        """Undo `sleep`, which has come before."""
+
     async def get_output(self) -> Any:
         """Wait for the next output, in the order of the inputs."""
         return await self._outputs.get()
@@ -87,9 +97,19 @@ class ModelAgent(TaskOwner):
 
     async def _forward_loop(self) -> None:
         while True:
-            self._outputs.put_nowait(await _finish(self.forward(await self._prepared.get())))
+            inputs = await self._prepared.get()
+            self._tell_forward(True)
+            try:
+                output = await _finish(self.forward(inputs))
+            finally:
+                self._tell_forward(False)
+            self._outputs.put_nowait(output)
             # The next input may be there already: the output leaves before a forward that holds this thread for long.
             await asyncio.sleep(0)
+
+    def _tell_forward(self, begins: bool) -> None:
+        if self._on_forward is not None:
+            self._on_forward(begins)
 
 
 async def _finish(result: Any) -> Any:

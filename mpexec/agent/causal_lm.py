@@ -15,6 +15,7 @@ from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.kv_cache import PromptView, SlotCache, SlotView, TokenView
 from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights
+from mpexec.agent.residence import Residence
 from mpexec.agent.sampling import Sampler, choose, logprobs
 from mpexec.agent.steps import Prefill, StepInput, StepOutput
 from mpexec.errors import ConfigError
@@ -93,6 +94,7 @@ class CausalLMAgent(ModelAgent):
             dtype=getattr(torch, self._dtype),
             device=self.device,
         )
+        self._residence = Residence(self._model, self._cache)
         self.report_progress("trying the model")
         self._try_model()
 
@@ -118,6 +120,25 @@ class CausalLMAgent(ModelAgent):
     def reset(self) -> None:
         """Free every slot."""
         self._sequences.clear()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free every slot and the cache; on CUDA the weights move to memory of the host. `wakeup` must come next.
+
+        Raises:
+            ConfigError: A level other than 1; nothing has changed then.
+        """
+        if level != 1:
+            raise ConfigError(f"level={level!r} of sleep is unknown to {type(self).__name__}: use 1")
+        self.reset()
+        self._residence.leave()
+
+    def wakeup(self) -> None:
+        """Undo `sleep`: weights back on the device, an empty cache.
+
+        Raises:
+            torch.OutOfMemoryError: Others have taken the memory meanwhile.
+        """
+        self._residence.come_back()
 
     def update_params(self, source: str | Path | Mapping[str, torch.Tensor]) -> None:
         """Replace all weights, in place and without a restart; every rank must be called with the same ones.

@@ -6,10 +6,13 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from mpexec.engine.engine import Engine, GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
+from mpexec.engine.operations import Weights
 from mpexec.errors import EngineStoppedError
 from mpexec.tasks import cancel_async_tasks
 
@@ -99,6 +102,32 @@ class BlockingEngine:
         finally:
             if not self._closed:
                 self._await(outputs.aclose())
+
+    def sleep(self, level: int = 1, *, drain_timeout: float | None = None) -> None:
+        """As `Engine.sleep_async`; blocks until every rank sleeps."""
+        self._await(self._engine.sleep_async(level, drain_timeout=drain_timeout))
+
+    def wakeup(self) -> None:
+        """As `Engine.wakeup_async`; blocks until every rank is awake."""
+        self._await(self._engine.wakeup_async())
+
+    def update_params(self, weights: Weights, *, drain: bool = True, drain_timeout: float | None = None) -> None:
+        """As `Engine.update_params_async`; blocks until every rank has the new weights."""
+        self._await(self._engine.update_params_async(weights, drain=drain, drain_timeout=drain_timeout))
+
+    @contextmanager
+    def profile(
+        self, path: str | Path, *, record_shapes: bool = False, with_stack: bool = False
+    ) -> Generator[Path, None, None]:
+        """As `Engine.profile`: `with engine.profile("trace.json"): ...`."""
+        profile = self._engine.profile(path, record_shapes=record_shapes, with_stack=with_stack)
+        file = self._await(profile.__aenter__())
+        try:
+            yield file
+        except BaseException as error:
+            self._await(profile.__aexit__(type(error), error, error.__traceback__))
+            raise
+        self._await(profile.__aexit__(None, None, None))
 
     def health(self) -> Health:
         """As `Engine.health`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -12,23 +13,31 @@ from mpexec.agent.hub import resolve_model
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.config import EngineConfig, WorkerSpec
 from mpexec.engine.engine_loop import EngineLoop
+from mpexec.engine.health import Health, RankHealth
+from mpexec.engine.metrics import Metrics
+from mpexec.engine.operations import Operations, Weights
+from mpexec.engine.profiling import check_file, profiling, write_trace
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType
 from mpexec.engine.sampling_params import SamplingParams
 from mpexec.engine.scheduler import Scheduler, check_prompt
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
+from mpexec.executor.threads import in_thread
 from mpexec.tasks import TaskOwner, TaskSet
+from mpexec.worker.profiling import start_profile, stop_profile
 
 if TYPE_CHECKING:
     from mpexec.agent.base import ModelAgent
     from mpexec.executor.base import Executor
 
-__all__ = ["Engine", "GenerationOutput", "Health", "Metrics", "SamplingParams"]
+__all__ = ["Engine", "GenerationOutput", "Health", "Metrics", "RankHealth", "SamplingParams"]
 
 _DEFAULT_MAX_LENGTH = 4096  # of a model whose own limit is larger: the cache has room for every slot at full length
 _EXECUTOR_SHARE = 0.8  # of the stop timeout, so that the executor's ladder ends before the engine's patience
 _FAILURE_GRACE_S = 0.3  # ranks are at one step together: a peer that has not answered by then sits in a collective
 _LOOP_PATIENCE_S = 1.0  # for a busy event loop to notice a stop from another thread
+
+_STATES = {"awake": "running", "draining": "draining", "asleep": "sleeping"}
 
 Backend = Literal["auto", "uni", "mp", "ray"]
 
@@ -50,49 +59,6 @@ class GenerationOutput:
     finish_reason: FinishReason | None
     prompt_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """Whether the engine serves requests.
-
-    Attributes:
-        state: "new", "running" or "stopped".
-        reason: The root cause when it stopped by a failure.
-    """
-
-    ok: bool
-    state: str
-    reason: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """Counts since the engine was made, and its present load.
-
-    Attributes:
-        requests: Requests taken, refused ones included.
-        finished: Requests ended by "stop" or "length".
-        cancelled: Requests given up by the caller.
-        refused: Requests for which there was no room, or that cannot run.
-        prompt_tokens: Tokens of all prompts.
-        generated_tokens: New tokens handed out.
-        steps: Steps of the model.
-        running: Requests that have a slot now.
-        waiting: Requests that wait for a slot now.
-        tokens_per_second: New tokens per second over the last ten seconds.
-    """
-
-    requests: int
-    finished: int
-    cancelled: int
-    refused: int
-    prompt_tokens: int
-    generated_tokens: int
-    steps: int
-    running: int
-    waiting: int
-    tokens_per_second: float
 
 
 def causal_lm_agent(*args: Any, **kwargs: Any) -> ModelAgent:
@@ -229,7 +195,9 @@ class Engine(TaskOwner):
         self.requests = RequestManager()
         self._plan = plan
         self._stop_timeout = config.stop_timeout
+        self._stall_timeout = config.stall_timeout
         self._engine_loop = EngineLoop(executor, lambda first_step: plan.scheduler(config, first_step), self.requests)
+        self._operations = Operations(executor, self._engine_loop, self.requests)
 
     @classmethod
     def from_pretrained(
@@ -278,7 +246,6 @@ class Engine(TaskOwner):
     ) -> Self:
         """As `from_pretrained`, without blocking the loop. Cancelling it ends the ranks that were started."""
         from mpexec.executor import build_executor_async
-        from mpexec.executor.threads import in_thread
 
         limits = config or EngineConfig()
         plan = await in_thread(lambda: ModelPlan.read(path, tp, limits), name="mpexec-read-model")
@@ -299,6 +266,11 @@ class Engine(TaskOwner):
     def rank_nodes(self) -> tuple[str, ...]:
         """Addresses of the nodes that Ray has put the ranks on, index = rank; empty with any other executor."""
         return tuple(row["node"] for row in self.executor.describe()["ranks"] if "node" in row)
+
+    @property
+    def stall_timeout(self) -> float | None:
+        """See `EngineConfig`."""
+        return self._stall_timeout
 
     def generate(
         self,
@@ -346,25 +318,130 @@ class Engine(TaskOwner):
         finally:
             self.requests.post_cancel(request)
 
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    async def sleep_async(self, level: int = 1, *, drain_timeout: float | None = None) -> None:
+        """Finish what runs, then have every rank give back what it can; returns when all have.
+
+        Requests that wait for a slot, and new ones, wait until `wakeup_async` (within `max_queue`, as ever); none is
+        lost. The level is for the agent: `CausalLMAgent` knows 1, which frees the cache, and on CUDA moves the weights
+        to memory of the host. A sleeping engine stays healthy, and asleep over a stop and a start. Asleep already, this
+        changes nothing. Cancelling it while requests are being finished gives it up.
+
+        Args:
+            level: How deep; see the agent.
+            drain_timeout: Seconds for the requests that run; those that have not ended by then end with
+                `EngineStoppedError`. None waits for them.
+
+        Raises:
+            ConfigError: A bad value; the engine serves on.
+            WrongStateError: Not started.
+            EngineStoppedError: It was stopped, or failed, meanwhile.
+            BaseException: A rank failed, and the engine with it.
+        """
+        await self._operations.sleep_async(level, drain_timeout)
+
+    async def wakeup_async(self) -> None:
+        """Have every rank take again what it had given back, and serve on; awake, changes nothing.
+
+        Raises:
+            EngineStoppedError: The engine was stopped, or had failed.
+            BaseException: A rank failed, for lack of memory for example, and the engine with it.
+        """
+        await self._operations.wakeup_async()
+
+    async def update_params_async(
+        self, weights: Weights, *, drain: bool = True, drain_timeout: float | None = None
+    ) -> None:
+        """Give the model other weights, on every rank, without a restart; returns when all have them.
+
+        Requests that wait, and new ones, begin when it is over. Nothing else is reset.
+
+        Args:
+            weights: A state dict of whole tensors by their names in a checkpoint, or the path of a safetensors file, or
+                of a folder of them, that every rank can read.
+            drain: Let requests that run end with the weights with which they began. False changes the weights between
+                two steps: running answers go on with the new ones, over keys and values of the old ones.
+            drain_timeout: As in `sleep_async`.
+
+        Raises:
+            ConfigError: No such file, or no tensors; or the ranks refused the weights. The old ones serve on.
+            ValueError: The ranks refused: names or shapes are not those of the model. The old ones serve on.
+            WrongStateError: Not started, or asleep.
+            EngineStoppedError: It was stopped, or failed, meanwhile.
+            BaseException: A rank failed, and the engine with it.
+        """
+        await self._operations.update_params_async(weights, drain, drain_timeout)
+
+    def profile(
+        self, path: str | Path, *, record_shapes: bool = False, with_stack: bool = False
+    ) -> AbstractAsyncContextManager[Path]:
+        """Profile all ranks while a block runs: `async with engine.profile("trace.json"): ...`.
+
+        The file, a chrome trace for https://ui.perfetto.dev, shows the ranks side by side; it is compressed if its name
+        ends in `.gz`. Steps are slower meanwhile.
+
+        Args:
+            path: Of the file; an old one is replaced.
+            record_shapes: Note the shapes of the operators' arguments.
+            with_stack: Note where in Python they were called.
+
+        Raises:
+            ConfigError: On entry: the file cannot be written there, or the ranks are being profiled already.
+        """
+        return profiling(self, path, record_shapes=record_shapes, with_stack=with_stack)
+
+    async def start_profile_async(self, *, record_shapes: bool = False, with_stack: bool = False) -> None:
+        """Begin to profile all ranks, between two steps; `stop_profile_async` ends it.
+
+        Raises:
+            ConfigError: The ranks are being profiled already.
+        """
+        await self.executor.collective_rpc_async(start_profile, (record_shapes, with_stack), reply_ranks=())
+
+    async def stop_profile_async(self, path: str | Path) -> Path:
+        """End the profile, between two steps, and write it; returns its absolute path.
+
+        Raises:
+            ConfigError: The file cannot be written there, and the profile goes on; or there is none.
+            OSError: The disk is full, or the like.
+        """
+        file = check_file(path)
+        traces = await self.executor.collective_rpc_async(stop_profile)
+        await in_thread(lambda: write_trace(file, traces, self.rank_pids), name="mpexec-write-trace")
+        return file
+
+    # -- what people see -----------------------------------------------------------------------------------------------
+
     def health(self) -> Health:
-        """Whether requests are served, without asking the ranks: a rank's end is known here when it happens."""
+        """Whether requests are served, and what every rank is at; no rank is asked, so this never waits for one."""
         ended = self.requests.stop_response
+        ranks = tuple(RankHealth.of_row(row) for row in self.executor.describe()["ranks"])
         if ended is not None:
             reason = ended.to_exception()
-            return Health(False, "stopped", reason.__cause__ if reason is not None else None)
-        return Health(True, "running") if self.requests.accepting else Health(False, "new")
+            return Health(False, "stopped", reason.__cause__ if reason is not None else None, ranks)
+        if not self.requests.accepting:
+            return Health(False, "new", ranks=ranks)
+        state = _STATES[self._operations.state]
+        step_age = self._engine_loop.telemetry.step_age()
+        return Health(True, state, ranks=ranks, step_age=step_age).judged(self._stall_timeout)
 
     def metrics(self) -> Metrics:
-        """The counts of this moment."""
+        """The counts and durations of this moment; no rank is asked."""
         loop = self._engine_loop
+        counted: dict[str, Any] = {**loop.counters.as_dict(), **loop.telemetry.as_dict()}
         return Metrics(
-            **loop.counters.as_dict(),
+            **counted,
             running=loop.scheduler.running,
             waiting=loop.scheduler.waiting,
             tokens_per_second=loop.tokens_per_second(),
+            executor=self.executor.measures(),
         )
 
+    # -- verbs ---------------------------------------------------------------------------------------------------------
+
     def _open(self, tasks: TaskSet) -> None:
+        self._operations.open()
         self._engine_loop.start()
         tasks.start(self._engine_loop.wait_tasks(), name="engine_loop")
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from mpexec.agent.steps import StepOutput
 from mpexec.engine.request import Generation, Request, RequestManager, RequestType, Response, ResponseType
-from mpexec.engine.scheduler import Progress, Scheduler
+from mpexec.engine.scheduler import Pace, Progress, Scheduler
+from mpexec.engine.telemetry import Telemetry
 from mpexec.errors import (
     ConfigError,
+    EngineStoppedError,
     ExecutorBrokenError,
     ExecutorStoppedError,
     QueueFullError,
@@ -47,6 +49,7 @@ class Counters:
         prompt_tokens: Tokens of the prompts accepted.
         generated_tokens: New tokens handed out.
         steps: Steps of the model.
+        interrupted: Running requests ended by `interrupt`.
     """
 
     requests: int = 0
@@ -56,6 +59,7 @@ class Counters:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    interrupted: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """The counts by name."""
@@ -73,6 +77,10 @@ class EngineLoop(TaskOwner):
         executor: Runs an agent that understands `mpexec.agent.steps`; started and stopped by the loop.
         new_scheduler: Makes an empty scheduler for each start; its argument is the id of the first step.
         requests: Opened and closed by the loop.
+
+    Attributes:
+        telemetry: Observes requests and steps.
+        at_rest: Set while no step is under way. Whoever has set a pace may wait for it to have the ranks for himself.
     """
 
     def __init__(self, executor: Executor, new_scheduler: Callable[[int], Scheduler], requests: RequestManager) -> None:
@@ -82,6 +90,9 @@ class EngineLoop(TaskOwner):
         self._requests = requests
         self.scheduler = new_scheduler(1)
         self.counters = Counters()
+        self.telemetry = Telemetry()
+        self.at_rest = asyncio.Event()
+        self._pace = Pace.FULL
         self._tokens_at: deque[tuple[float, int]] = deque()
         self._end: asyncio.Task[BaseException | None] | None = None
 
@@ -96,6 +107,9 @@ class EngineLoop(TaskOwner):
     def _open(self, tasks: TaskSet) -> None:
         self._requests.open()
         self.scheduler = self._new_scheduler(self.scheduler.next_step_id)
+        self.scheduler.pace = self._pace
+        self.telemetry.reset()
+        self.at_rest = asyncio.Event()
         self._started = tasks
         self._end = None
         self._work = asyncio.Event()
@@ -108,10 +122,38 @@ class EngineLoop(TaskOwner):
             (self._main_loop(), "main_loop"),
             (self._response_loop(), "response_loop"),
         ):
-            task = tasks.start(_raising_root_cause(work), name=name)
-            # After the set's own callback, so that the failure is known: callers hear of it in this turn of the loop.
-            task.add_done_callback(lambda _: self._requests.close(root_cause(tasks.failure)))
-            self._own.append(task)
+            self._start_own(tasks, _raising_root_cause(work), name)
+
+    def _start_own(self, tasks: TaskSet, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = tasks.start(work, name=name)
+        # After the set's own callback, so that the failure is known: callers hear of it in this turn of the loop.
+        task.add_done_callback(lambda _: self._requests.close(root_cause(tasks.failure)))
+        self._own.append(task)
+
+    def fail(self, error: BaseException) -> None:
+        """End the engine with this root cause, as if one of its tasks had failed with it."""
+
+        async def fail() -> None:
+            raise root_cause(error) or error
+
+        if self.running and self._started.failure is None:
+            self._start_own(self._started, fail(), "operation")
+
+    def set_pace(self, pace: Pace) -> None:
+        """Say which requests take part in steps from now on; it stays so over a stop and a start."""
+        self._pace = self.scheduler.pace = pace
+        if self.running:
+            self._work.set()
+
+    def interrupt(self, error: EngineStoppedError) -> None:
+        """End every request that runs with this error; their slots are free for others in the next step."""
+        for request_id in self.scheduler.running_ids:
+            self.scheduler.cancel(request_id)
+            self.counters.interrupted += 1
+            self.telemetry.gone(request_id)
+            request = self._requests.find(request_id)
+            if request is not None:
+                self._requests.post_response(request, Response(ResponseType.ENGINE_STOP_ERROR, error=error))
 
     async def start_async(self) -> None:
         """Start the executor and the tasks. Callers may send requests when this returns."""
@@ -133,6 +175,7 @@ class EngineLoop(TaskOwner):
     def _take(self, request: Request) -> None:
         if request.type is RequestType.CANCEL:
             self.counters.cancelled += self.scheduler.cancel(request.data)
+            self.telemetry.gone(request.data)
             return
         generation: Generation = request.data
         self.counters.requests += 1
@@ -144,6 +187,7 @@ class EngineLoop(TaskOwner):
             self._requests.post_response(request, Response(kind, error=error))
         else:
             self.counters.prompt_tokens += len(generation.prompt_token_ids)
+            self.telemetry.accepted(request.request_id)
             self._work.set()
 
     async def _main_loop(self) -> None:
@@ -151,12 +195,16 @@ class EngineLoop(TaskOwner):
         await self._executor_started.wait()
         while True:
             while (step := self.scheduler.next_step()) is not None:
+                self.telemetry.sent(step.step_id, self.scheduler.take_started())
                 await self._executor.forward_async(step)
             if not self.scheduler.in_flight:
                 self._work.clear()
+                self.at_rest.set()
                 await self._work.wait()
+                self.at_rest.clear()
                 continue
             output = await self._next_output()
+            self.telemetry.received(output.step_id)
             self.counters.steps += 1
             if not self._outbox.empty():
                 # An output that is there at once does not suspend this task; callers and cancellations need their turn.
@@ -186,6 +234,7 @@ class EngineLoop(TaskOwner):
     def _hand_out(self, one: Progress) -> None:
         self.counters.generated_tokens += 1
         self.counters.finished += one.finish_reason is not None
+        self.telemetry.token(one.request_id, one.finish_reason is not None)
         request = self._requests.find(one.request_id)
         if request is not None:
             kind = ResponseType.SUCCESS if one.finish_reason is None else ResponseType.FINISH

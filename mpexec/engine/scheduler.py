@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from mpexec.agent.steps import Prefill, Sampling, StepInput, StepOutput, TokenLogprobs
@@ -23,6 +24,14 @@ from mpexec.engine.waiting_line import WaitingLine
 from mpexec.errors import ConfigError, QueueFullError, TransportError
 
 DEPTH = 2  # steps in flight: one that runs, and one for the ranks to go on with
+
+
+class Pace(Enum):
+    """Which sequences may take part in steps: all, those that have begun, or none."""
+
+    FULL = "full"
+    FINISH = "finish"
+    NONE = "none"
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +109,12 @@ class Scheduler:
         eos_token_ids: Tokens that end a text.
         first_step: Id of the first step. It frees all slots, whatever ran on the same agent before.
         prefill_chunk: Tokens of prompts that one step takes in. A longer prompt is cut; a shorter one is not.
+
+    Attributes:
+        pace: See `Pace`; `next_step` keeps to it.
     """
+
+    pace = Pace.FULL
 
     def __init__(
         self,
@@ -126,6 +140,7 @@ class Scheduler:
         self._decoding: dict[int, Sequence] = {}  # by slot: those that want one token more of each step
         self._flights: deque[_Flight] = deque()
         self._next_step = first_step
+        self._started: list[int] = []
 
     @property
     def waiting(self) -> int:
@@ -136,6 +151,16 @@ class Scheduler:
     def running(self) -> int:
         """Sequences that have been started, and whose last token has not come."""
         return len(self._running)
+
+    @property
+    def running_ids(self) -> tuple[int, ...]:
+        """The requests that have been started, the oldest first."""
+        return tuple(self._running)
+
+    def take_started(self) -> list[int]:
+        """The requests that have been started since this was asked last."""
+        started, self._started = self._started, []
+        return started
 
     @property
     def next_step_id(self) -> int:
@@ -210,7 +235,7 @@ class Scheduler:
 
     def next_step(self) -> StepInput | None:
         """The next step, or None: nothing to compute, or two steps in flight. It is in flight until `complete`."""
-        if len(self._flights) >= DEPTH:
+        if len(self._flights) >= DEPTH or self.pace is Pace.NONE:
             return None
         decode = tuple(self._decoding.items())
         pieces = self._prefill()
@@ -246,12 +271,13 @@ class Scheduler:
         What fits into one step as a whole is not cut, and a longer prompt begins with a whole step: it waits for the
         next one, and so does all that is behind it.
         """
-        sequence = self._waiting.next() if self._free_slots else None
+        sequence = self._waiting.next() if self._free_slots and self.pace is Pace.FULL else None
         if sequence is None or room < min(len(sequence.prompt), self._chunk):
             return None
         self._waiting.take()
         sequence.slot = self._free_slots.pop()
         self._running[sequence.request_id] = sequence
+        self._started.append(sequence.request_id)
         return sequence
 
     def _piece(self, sequence: Sequence, room: int) -> tuple[Prefill, Sequence]:

@@ -18,6 +18,7 @@ from mpexec.config import Topology, WorkerSpec
 from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
 from mpexec.executor.future import Callbacks, CallFuture
+from mpexec.executor.measures import Measures, RankMeasures
 from mpexec.executor.outputs import Outputs, OutputWait
 from mpexec.executor.pending import (
     CallTable,
@@ -504,6 +505,10 @@ class Executor:
     def describe(self) -> dict[str, Any]:
         """State of the executor and of every rank, as plain data; never blocks, never raises."""
         raise NotImplementedError
+
+    def measures(self) -> Measures:
+        """What driver and ranks have counted, as far as it can be read without asking a rank; never blocks."""
+        return Measures(ranks=tuple(RankMeasures(rank) for rank in self._all_ranks))
 
     def _describe_self(self, kind: str) -> dict[str, Any]:
         """What `describe` says of every kind of executor, its ranks apart."""

@@ -104,6 +104,11 @@ class Inbox:
         self._turned_ns = 0
         self._closed = False
 
+    @property
+    def waits(self) -> tuple[int, int]:
+        """How many waits ended while somebody was spinning, and how many in sleep."""
+        return self._spinner.hits, self._spinner.parks
+
     # -- draining ------------------------------------------------------------------------------------------------
 
     def has_news(self) -> bool:
@@ -163,6 +168,8 @@ class Inbox:
 
     def _publish(self) -> int:
         """Write down who must be woken; with the park lock held. The caller fences and looks again if it is not 0."""
+        if self._closed:  # a thread whose call has ended may come by later than the release, which takes the memory
+            return 0
         if self._leader is not None:
             mask = THREAD if self._leader_parked else 0
         elif self._loops or self._probing:
@@ -240,7 +247,9 @@ class Inbox:
                 interrupted = again
         if self._mask:
             linux.fence()
-            if self.has_news():
+            with self._park_lock:
+                news = not self._closed and self.has_news()
+            if news:
                 self.pump()
         if interrupted is not None:
             raise interrupted
@@ -261,6 +270,7 @@ class Inbox:
         spinner = self._spinner
         if spinner.spin(partial(self._look, pending)):
             return
+        spinner.parks += 1
         try:
             self._leader_parked = True
             self._republish()
@@ -290,11 +300,12 @@ class Inbox:
         expiry = pending.next_expiry()
         self._polling = True
         try:
-            if pending.done:
-                return
-            poll.poll(Deadline(expiry).poll_ms())
+            if not pending.done:
+                poll.poll(Deadline(expiry).poll_ms())
         finally:
             self._polling = False
+        if pending.done:  # by another thread, and the executor may have been released since: the bell is no longer ours
+            return
         linux.drain_eventfd(bell)
         self.pump()
         if not pending.done and expiry is not None and time.monotonic_ns() >= expiry:
@@ -338,6 +349,7 @@ class Inbox:
         """Wait on the running loop until the call or output has come. The loop gets its turns meanwhile."""
         if waiting.done or await self._probe(waiting):
             return
+        self._spinner.parks += 1
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 

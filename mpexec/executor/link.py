@@ -7,10 +7,21 @@ import os
 import secrets
 
 from mpexec.config import WorkerSpec
+from mpexec.histogram import Histogram
 from mpexec.transport import linux
 from mpexec.transport.channel import Receiver, Sender
+from mpexec.transport.durations import Durations, create_durations
 from mpexec.transport.pool import PoolReader, PoolWriter, create_pool_memory
-from mpexec.transport.ring import PROGRESS_CALL, PROGRESS_SINCE, RingReader, RingWriter, create_ring
+from mpexec.transport.ring import (
+    FORWARD_SINCE,
+    PARKS,
+    PROGRESS_CALL,
+    PROGRESS_SINCE,
+    SPIN_HITS,
+    RingReader,
+    RingWriter,
+    create_ring,
+)
 
 _STACK_LIMIT = 1 << 20
 
@@ -36,6 +47,8 @@ class RankLink:
         stack.callback(self.bell.close)
         self._stacks = linux.OwnedFd(linux.memfd_create("mpexec-stacks", 0))
         stack.callback(self._stacks.close)
+        self._durations = create_durations()
+        stack.callback(self._durations.close)
 
     def fds(self) -> dict[str, int]:
         """What the rank needs of these."""
@@ -44,12 +57,26 @@ class RankLink:
             "reply_pool": self._pool,
             "call_bell": self.bell.fd,
             "stacks": self._stacks.fd,
+            "durations": self._durations.fd.fd,
         }
 
     def progress(self) -> tuple[int, int]:
         """The call it is in (0: none), and since when (monotonic ns)."""
         words = self._segment.words
         return words[PROGRESS_CALL], words[PROGRESS_SINCE]
+
+    def forward_since(self) -> int:
+        """Monotonic ns since when it is in the forward hook of its agent; 0 if it is not."""
+        return self._segment.words[FORWARD_SINCE]
+
+    def waits(self) -> tuple[int, int]:
+        """How many of its waits ended while it was spinning, and how many in sleep."""
+        words = self._segment.words
+        return words[SPIN_HITS], words[PARKS]
+
+    def durations(self) -> dict[str, Histogram]:
+        """How long methods took in it, by name."""
+        return Durations(self._durations.words).read()
 
     def stack_bytes(self) -> int:
         """Length of the stack file by now."""

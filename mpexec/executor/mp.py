@@ -23,6 +23,7 @@ from mpexec.executor.base import Executor, Method, State
 from mpexec.executor.group import RankGroup
 from mpexec.executor.inbox import Inbox, Waitable
 from mpexec.executor.link import Link
+from mpexec.executor.measures import Measures, RankMeasures
 from mpexec.executor.outbox import Outbox
 from mpexec.executor.outputs import OutputWait
 from mpexec.executor.pending import (
@@ -470,8 +471,22 @@ class MPExecutor(Executor):
             row["replies"] = self._link.ranks[rank].replies.ring.records
             row["call_id"] = call_id or None
             row["method"] = self._calls.method_of(call_id) if call_id else None
-            row["seconds"] = round((time.monotonic_ns() - since) / 1e9, 3) if call_id else None
+            if not call_id and (since := self._link.ranks[rank].forward_since()):
+                row["method"] = "forward"
+            row["seconds"] = round((time.monotonic_ns() - since) / 1e9, 3) if row["method"] else None
         return row
+
+    def measures(self) -> Measures:
+        """What driver and ranks have counted, read from shared memory; nothing of a released executor."""
+        if self._state is State.RELEASED:
+            return super().measures()
+        spins, parks = self._inbox.waits
+        ranks = tuple(self._measure_rank(rank) for rank in self._all_ranks)
+        return Measures(self._link.sender.ring.fill, spins, parks, ranks)
+
+    def _measure_rank(self, rank: int) -> RankMeasures:
+        link = self._link.ranks[rank]
+        return RankMeasures(rank, link.durations(), link.replies.ring.fill, *link.waits())
 
     def _states_text(self) -> str:
         """One short phrase for each rank; `describe` has it all."""
@@ -479,7 +494,7 @@ class MPExecutor(Executor):
 
     def _state_phrase(self, rank: int) -> str:
         row, death = self._describe_rank(rank), self._group.processes[rank].death
-        doing = f" in {row['method']!r} for {row['seconds']} s" if row.get("call_id") else " idle"
+        doing = f" in {row['method']!r} for {row['seconds']} s" if row.get("seconds") is not None else " idle"
         if death is not None:
             doing = f" ended ({death.signal_name or f'exit code {death.exit_code}'})"
         elif row["state"] != "running":

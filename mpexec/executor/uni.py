@@ -14,6 +14,7 @@ from mpexec.config import WorkerSpec
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, RPCTimeoutError, StartupError
 from mpexec.executor.base import Method, State
 from mpexec.executor.gated import GatedExecutor
+from mpexec.executor.measures import Measures, RankMeasures
 from mpexec.executor.pending import PendingCall, broken_error, first_line
 from mpexec.messages import Call, Failure
 from mpexec.worker.base_worker import BaseWorker
@@ -221,15 +222,16 @@ class UniExecutor(GatedExecutor):
     def describe(self) -> dict[str, Any]:
         """State, root cause and one row for rank 0; `abandoned_thread` names the thread that a deadline left behind."""
         current = self._thread.current
-        call, since = current if current is not None else (None, 0)
+        call, since = current if current is not None else (None, self._thread.forward_since)
+        method = call.name if call is not None else "forward" if since else None
         stuck = self._state in (State.BROKEN, State.RELEASED) and self._thread.is_alive
         row = {
             "rank": 0,
             "pid": self.pids[0],
             "state": "running" if self._thread.is_alive else "gone",
-            "method": None if call is None else call.name,
+            "method": method,
             "call_id": None if call is None else call.call_id,
-            "seconds": None if call is None else round((time.monotonic_ns() - since) / 1e9, 3),
+            "seconds": None if method is None else round((time.monotonic_ns() - since) / 1e9, 3),
             "exit": None,
         }
         return {
@@ -237,6 +239,10 @@ class UniExecutor(GatedExecutor):
             "abandoned_thread": self._thread.name if stuck else None,
             "ranks": [row],
         }
+
+    def measures(self) -> Measures:
+        """How long methods took on the worker thread; there is no transport to measure."""
+        return Measures(ranks=(RankMeasures(0, self._thread.durations.read()),))
 
     def check_health(self) -> bool:
         """True while calls can make progress."""

@@ -18,7 +18,7 @@ class Verdict:
     """The health of one moment.
 
     Attributes:
-        status: "ok", "stalled", or the engine's state.
+        status: "ok", "draining" or "sleeping" (which are healthy), "stalled", or the engine's state.
         cause: Why it is not ok; None where it is, or where there is no more to say than the status.
     """
 
@@ -66,10 +66,11 @@ class HealthCheck:
     def check(self) -> Verdict:
         """The verdict of this moment."""
         health = self._engine.health()
-        if not health.ok:
+        if not health.ok and health.state != "stalled":  # the engine's limit for that is another one
             reason = health.reason
             return Verdict(False, health.state, None if reason is None else f"{type(reason).__name__}: {reason}")
         idle = self.look()
         if idle >= self._stall_timeout:
-            return Verdict(False, "stalled", f"requests run, but no step of the model has ended for {idle:.0f} s")
-        return Verdict(True, "ok")
+            cause = f"requests run, but no step of the model has ended for {idle:.0f} s"
+            return Verdict(False, "stalled", "; ".join([cause, *map(str, health.ranks)]))
+        return Verdict(True, health.state if health.state in ("draining", "sleeping") else "ok")

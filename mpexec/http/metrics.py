@@ -6,29 +6,14 @@ from collections.abc import Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mpexec.engine.prometheus import families
 from mpexec.http.health import HealthCheck
 from mpexec.http.served import ServedEngine
 
 __all__ = ["CONTENT_TYPE", "EngineMetrics"]
-
-# By field of the engine's metrics; Prometheus' own suffix for counters is added.
-_COUNTERS = {
-    "requests": ("mpexec_requests", "Requests taken, refused ones included."),
-    "finished": ("mpexec_requests_finished", "Requests answered to the end."),
-    "cancelled": ("mpexec_requests_cancelled", "Requests given up by the client."),
-    "refused": ("mpexec_requests_refused", "Requests for which there was no room, or that cannot run."),
-    "prompt_tokens": ("mpexec_prompt_tokens", "Tokens of all prompts."),
-    "generated_tokens": ("mpexec_generated_tokens", "New tokens handed out."),
-    "steps": ("mpexec_steps", "Steps of the model."),
-}
-_GAUGES = {
-    "running": ("mpexec_requests_running", "Requests that have a slot now."),
-    "waiting": ("mpexec_requests_waiting", "Requests that wait for a slot now."),
-    "tokens_per_second": ("mpexec_tokens_per_second", "New tokens per second over the last ten seconds."),
-}
 
 
 class _EngineCollector(Collector):
@@ -41,11 +26,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of this moment."""
-        metrics = self._engine.metrics()
-        for field, (name, text) in _COUNTERS.items():
-            yield CounterMetricFamily(name, text, value=getattr(metrics, field))
-        for field, (name, text) in _GAUGES.items():
-            yield GaugeMetricFamily(name, text, value=getattr(metrics, field))
+        yield from families(self._engine.metrics())
         yield GaugeMetricFamily("mpexec_healthy", "1 while requests make progress.", value=self._health.check().ok)
         yield InfoMetricFamily("mpexec_model", "What is served.", value={"name": self._name})
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
+from mpexec.engine.operations import Weights
+from mpexec.engine.profiling import profiling
 from mpexec.engine.request import Generation
-from mpexec.errors import ConnectionLostError, EngineStoppedError, WrongStateError
+from mpexec.errors import ConfigError, ConnectionLostError, EngineStoppedError, WrongStateError
+from mpexec.mp_engine.service import News
 from mpexec.mp_engine.sockets import ClientKeys, check_address
 from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
 from mpexec.tasks import TaskOwner, TaskSet
 
 _CREDIT = 16  # pieces of one answer under way; more of them would only be older
 _CALL_S = 10.0
-_NO_METRICS = Metrics(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
 
 
 class EngineClient(TaskOwner):
@@ -40,7 +46,8 @@ class EngineClient(TaskOwner):
         self._was_started = False
         self._released = False
         self._client: AsyncRPCClient | None = None
-        self._metrics = _NO_METRICS
+        self._news: News | None = None
+        self._told_at = 0.0  # monotonic seconds
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -61,16 +68,74 @@ class EngineClient(TaskOwner):
         return self._plan
 
     def health(self) -> Health:
-        """Whether requests are served, without asking: the end of the engine is known here when it happens."""
+        """Whether requests are served, without asking: the end of the engine is known here when it happens.
+
+        The rest is what the engine told last: ten times a second while requests run, and when its state changes.
+        """
         if self._root is not None:
             return Health(False, "stopped", self._root)
         if self.running and self._client is not None:
-            return Health(True, "running")
+            return self._health_told()
         return Health(False, "stopped" if self._was_started or self._released else "new")
 
     def metrics(self) -> Metrics:
         """The counts that the engine told last: at the end of each answer and, while any runs, ten times a second."""
-        return self._metrics
+        return Metrics() if self._news is None else self._news.metrics
+
+    def _health_told(self) -> Health:
+        """What the engine told last; a step that was under way then is older by now."""
+        if self._news is None or self._news.health.state in ("new", "stopped"):
+            return Health(True, "running")
+        health, limit = self._news.health, self._news.stall_timeout
+        if health.step_age is not None:
+            health = replace(health, step_age=health.step_age + time.monotonic() - self._told_at)
+        return health.judged(limit)
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    async def sleep_async(self, level: int = 1, *, drain_timeout: float | None = None) -> None:
+        """As `Engine.sleep_async`."""
+        await self._operate("sleep", level, drain_timeout)
+
+    async def wakeup_async(self) -> None:
+        """As `Engine.wakeup_async`."""
+        await self._operate("wakeup")
+
+    async def update_params_async(
+        self, weights: Weights, *, drain: bool = True, drain_timeout: float | None = None
+    ) -> None:
+        """As `Engine.update_params_async`, but from files only: tensors do not go over this connection.
+
+        Raises:
+            ConfigError: Also for a state dict.
+        """
+        if not isinstance(weights, str | Path):
+            raise ConfigError(
+                "this engine runs in another process: save the state dict to a safetensors file, and name it"
+            )
+        await self._operate("update_params", _absolute(weights), drain, drain_timeout)
+
+    def profile(
+        self, path: str | Path, *, record_shapes: bool = False, with_stack: bool = False
+    ) -> AbstractAsyncContextManager[Path]:
+        """As `Engine.profile`; the file is written on the engine's machine."""
+        return profiling(self, path, record_shapes=record_shapes, with_stack=with_stack)
+
+    async def start_profile_async(self, *, record_shapes: bool = False, with_stack: bool = False) -> None:
+        """As `Engine.start_profile_async`."""
+        await self._operate("start_profile", record_shapes=record_shapes, with_stack=with_stack)
+
+    async def stop_profile_async(self, path: str | Path) -> Path:
+        """As `Engine.stop_profile_async`; the file is written on the engine's machine."""
+        return Path(await self._operate("stop_profile", _absolute(path)))
+
+    async def _operate(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the engine that may take as long as it likes; what ends it otherwise is the engine's end."""
+        try:
+            return await self._usable_client().call(method, *args, **kwargs)
+        except ConnectionLostError as lost:
+            ended = await self._stopped(lost)
+            raise ended from ended.__cause__
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -177,8 +242,8 @@ class EngineClient(TaskOwner):
     async def _part(self, client: AsyncRPCClient) -> None:
         """What is said last before a connection is closed from this side."""
 
-    def _on_news(self, news: Any) -> None:
-        self._metrics = news
+    def _on_news(self, news: News) -> None:
+        self._news, self._told_at = news, time.monotonic()
 
     async def _watch(self) -> None:
         """Wait for the engine's failure."""
@@ -225,6 +290,10 @@ def stopped_error(root: BaseException) -> EngineStoppedError:
     stopped = EngineStoppedError(f"the engine has stopped after {type(root).__name__}: {root}")
     stopped.__cause__ = root
     return stopped
+
+
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _not_started() -> WrongStateError:

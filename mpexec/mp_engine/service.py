@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
 
 from mpexec.agent.checkpoint import CheckpointFacts
 from mpexec.agent.steps import TokenLogprobs
-from mpexec.engine.engine import Engine, Metrics, SamplingParams
+from mpexec.engine.engine import Engine, Health, Metrics, SamplingParams
 from mpexec.errors import EngineStoppedError
 from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
 from mpexec.tasks import TaskOwner, TaskSet
 
 _METRICS_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What clients are told of the engine.
+
+    Attributes:
+        stall_timeout: See `EngineConfig`; where the engine itself has come to a halt, only clients can tell.
+    """
+
+    metrics: Metrics
+    health: Health
+    stall_timeout: float | None
+
 
 Piece = tuple[str, tuple[int, ...], str | None, tuple[TokenLogprobs, ...] | None]
 
@@ -43,6 +59,11 @@ class EngineService(TaskOwner):
             ("start", self.start_engine),
             ("stop", self.stop_engine),
             ("about", self.about),
+            ("sleep", self.sleep),
+            ("wakeup", self.wakeup),
+            ("update_params", self.update_params),
+            ("start_profile", engine.start_profile_async),
+            ("stop_profile", self.stop_profile),
         ):
             server.register(name, function)
 
@@ -53,7 +74,7 @@ class EngineService(TaskOwner):
 
     def _open(self, tasks: TaskSet) -> None:
         tasks.start(self._watch_server(), name="server")
-        tasks.start(self._publish_metrics(), name="metrics")
+        tasks.start(self._publish_news(), name="news")
         self._begun = asyncio.Event()
         tasks.start(self._watch_engine(), name="engine")
         tasks.start(self._tell_failure(), name="failure")
@@ -69,6 +90,7 @@ class EngineService(TaskOwner):
         """Start the engine's tasks; while they run, changes nothing."""
         await self._engine.start_async()
         self._begun.set()
+        self._changed.set()
 
     async def stop_engine(self) -> None:
         """Stop the engine's tasks; every open request hears of it. `start_engine` may follow."""
@@ -87,13 +109,37 @@ class EngineService(TaskOwner):
             async with aclosing(self._engine.generate(prompt, params, priority=priority, wait=wait)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is not None:
-                        self._server.publish(self._engine.metrics())
+                        self._server.publish(self._news())
                     yield output.text, output.token_ids, output.finish_reason, output.logprobs
         finally:
             self._streams -= 1
             self._changed.set()
             if not self._streams:
                 self._idle.set()
+
+    async def sleep(self, level: int, drain_timeout: float | None) -> None:
+        """As `Engine.sleep_async`."""
+        await self._operate(self._engine.sleep_async(level, drain_timeout=drain_timeout))
+
+    async def wakeup(self) -> None:
+        """As `Engine.wakeup_async`."""
+        await self._operate(self._engine.wakeup_async())
+
+    async def update_params(self, path: str, drain: bool, drain_timeout: float | None) -> None:
+        """As `Engine.update_params_async`, from files."""
+        await self._operate(self._engine.update_params_async(path, drain=drain, drain_timeout=drain_timeout))
+
+    async def _operate(self, operation: Coroutine[Any, Any, None]) -> None:
+        """Clients hear of the state when an operation begins and when it has ended."""
+        self._changed.set()
+        try:
+            await operation
+        finally:
+            self._server.publish(self._news())
+
+    async def stop_profile(self, path: str) -> str:
+        """End the profile and write it, as `Engine.stop_profile_async`."""
+        return str(await self._engine.stop_profile_async(path))
 
     async def drain(self, seconds: float) -> bool:
         """Take no new requests, and wait for those that run; False if some still do when the time is over."""
@@ -126,13 +172,16 @@ class EngineService(TaskOwner):
                 await asyncio.Event().wait()  # the engine's own end, with its clean-up, ends this task
             await self._engine.requests.opened_async()
 
-    async def _publish_metrics(self) -> None:
+    def _news(self) -> News:
+        return News(self._engine.metrics(), self._engine.health(), self._engine.stall_timeout)
+
+    async def _publish_news(self) -> None:
         """Clients see counts that are a moment old; while nothing changes, nothing is sent."""
-        last: Metrics | None = None
+        last: News | None = None
         while True:
             await self._changed.wait()
             self._changed.clear()
-            while (now := self._engine.metrics()) != last or self._streams:
+            while (now := self._news()) != last or self._streams:
                 self._server.publish(now)
                 last = now
                 await asyncio.sleep(_METRICS_EVERY_S)

@@ -34,6 +34,9 @@ DRIVER_PARKED = 1  # call ring only: a mask of the driver's doorbells that a ran
 WANT_SPACE = 8  # the writer waits for room: wake it after reading
 PROGRESS_CALL = 16  # reply rings only: the call that this rank is in, 0 when it is in none
 PROGRESS_SINCE = 17  # monotonic ns since when
+FORWARD_SINCE = 18  # monotonic ns since when this rank is in the forward hook of its agent, 0 when it is not
+SPIN_HITS = 19  # waits of this rank that ended while it was spinning, as of when it last went to sleep
+PARKS = 20  # how often it went to sleep
 _FIRST_READER = 24
 _READER_WORDS = 8
 _PARKED = 1  # after a reader's tail: it sleeps, ring its doorbell
@@ -138,6 +141,13 @@ class RingWriter(_Side):
         return _FIRST_READER + _READER_WORDS * reader + _PARKED
 
     @property
+    def fill(self) -> float:
+        """How full the ring is for the slowest live reader, 0 to 1. For any thread, at any time."""
+        words = self.words
+        slowest = min((words[_FIRST_READER + _READER_WORDS * r] for r in self._live), default=words[_HEAD])
+        return max(0, words[_HEAD] - slowest) / self.capacity
+
+    @property
     def backlog(self) -> int:
         """Bytes that the slowest live reader has not read."""
         self._refresh()
@@ -227,6 +237,11 @@ class RingReader(_Side):
     def records(self) -> int:
         """How many records have been read and given back."""
         return self._sequence
+
+    @property
+    def fill(self) -> float:
+        """How full the ring is for this reader, 0 to 1. For any thread, at any time."""
+        return max(0, self.words[_HEAD] - self.tail) / self.capacity
 
     def has_news(self) -> bool:
         """True if a record waits."""

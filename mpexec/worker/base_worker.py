@@ -25,7 +25,12 @@ class BaseWorker(TaskOwner):
         device: "cpu" or "cuda:<local_rank>".
         put_output: Sends one output to the driver; called on the output rank only.
         report: Tells the driver how far the start is.
+
+    Attributes:
+        on_forward: Told with True when the agent's forward hook begins, and with False when it has ended.
     """
+
+    on_forward: Callable[[bool], None] | None = None
 
     def __init__(
         self,
@@ -97,6 +102,7 @@ class BaseWorker(TaskOwner):
 
     def _open(self, tasks: TaskSet) -> None:
         assert self.agent is not None
+        self.agent._on_forward = self.on_forward
         self.agent.start()
         tasks.start(self.agent.wait_tasks(), name="agent")
         tasks.start(self._output_loop(), name="output_loop")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpexec.config import WorkerSpec
 from mpexec.messages import Failure, Ready
 from mpexec.transport.channel import Receiver, Sender
+from mpexec.transport.durations import Durations
 from mpexec.transport.frame import dumps
 from mpexec.transport.pool import PoolReader, PoolWriter
 from mpexec.transport.ring import RingReader, RingWriter
@@ -126,7 +127,8 @@ def _connect(boot: Boot, link: LinkFacts) -> RankServer:
         PoolReader(fds["call_pool"], link.world_size, rank, shared_views=link.shared_views),
     )
     replies = Sender(RingWriter(Segment.attach(fds["replies"]), 1, generation), PoolWriter(fds["reply_pool"], 1), [])
-    return RankServer(rank, calls, replies, (fds["bell_0"], fds["bell_1"], fds["bell_2"]))
+    durations = Durations(Segment.attach(fds["durations"]).words)
+    return RankServer(rank, calls, replies, (fds["bell_0"], fds["bell_1"], fds["bell_2"]), durations)
 
 
 def serve_rank(rank: Rank) -> int:
@@ -137,6 +139,7 @@ def serve_rank(rank: Rank) -> int:
     gc.freeze()  # what building left is permanent; collections need not look at it again
     control, server = rank.control, rank.server
     selector = RingSelector(rank.bell, server.has_news, server.serve_calls, server.park)
+    server.spinner = selector.spinner
     loop = RankLoop(selector)
     asyncio.set_event_loop(loop)
     loop.add_reader(rank.bell, lambda: None)  # it only has to end the sleep

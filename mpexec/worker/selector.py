@@ -28,6 +28,9 @@ class RingSelector(selectors.EpollSelector):
         has_news: True if `serve` has something to do.
         serve: Runs calls that have come. What it raises ends the loop.
         park: Called with True just before the loop sleeps and with False after.
+
+    Attributes:
+        spinner: Counts how its waits ended.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class RingSelector(selectors.EpollSelector):
         self._has_news = has_news
         self._serve = serve
         self._park = park
-        self._spinner = Spinner()
+        self.spinner = Spinner()
         self.loop_has_work = False
 
     def select(self, timeout: float | None = None) -> Events:
@@ -49,7 +52,7 @@ class RingSelector(selectors.EpollSelector):
                 self._serve()
             return super().select(timeout)
         self.loop_has_work = False
-        spinner = self._spinner
+        spinner = self.spinner
         timer = None if timeout is None else time.monotonic() + timeout
         found = has_news()
         for _ in range(_LOOK_AROUND):
@@ -62,6 +65,7 @@ class RingSelector(selectors.EpollSelector):
         return super().select(0)
 
     def _sleep(self, timeout: float | None) -> Events:
+        self.spinner.parks += 1
         self._park(True)
         linux.fence()  # the parked word is out before the ring is looked at once more: no wake-up between is lost
         if self._has_news():
@@ -76,7 +80,7 @@ class RingSelector(selectors.EpollSelector):
             if self._has_news():  # at once: a turn of a loop that has slept takes as long as the call
                 self._serve()
             linux.drain_eventfd(self._doorbell)  # what comes from now on is seen by the look before the next sleep
-            self._spinner.woke_after(slept)
+            self.spinner.woke_after(slept)
         return others
 
 

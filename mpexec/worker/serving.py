@@ -24,8 +24,19 @@ from mpexec.transport.channel import (
     Receiver,
     Sender,
 )
+from mpexec.transport.doorbell import Spinner
+from mpexec.transport.durations import SHORT_NS, Durations
 from mpexec.transport.frame import PLAIN, dump_plain, dumps, encode, load_plain
-from mpexec.transport.ring import DRIVER_PARKED, PROGRESS_CALL, PROGRESS_SINCE, WANT_SPACE, Record
+from mpexec.transport.ring import (
+    DRIVER_PARKED,
+    FORWARD_SINCE,
+    PARKS,
+    PROGRESS_CALL,
+    PROGRESS_SINCE,
+    SPIN_HITS,
+    WANT_SPACE,
+    Record,
+)
 from mpexec.worker.base_worker import BaseWorker
 from mpexec.worker.dispatch import Dispatcher
 
@@ -48,9 +59,15 @@ class RankServer:
         calls: The reading end of the call ring.
         replies: The writing end of this rank's reply ring.
         driver_bells: The driver's doorbells, in the order of the bits of its parked word.
+        durations: Where it notes how long methods take; coroutines, which overlap, are not among them.
+
+    Attributes:
+        spinner: That of the selector that asks this server for news; its counts are published.
     """
 
-    def __init__(self, rank: int, calls: Receiver, replies: Sender, driver_bells: tuple[int, ...]) -> None:
+    def __init__(
+        self, rank: int, calls: Receiver, replies: Sender, driver_bells: tuple[int, ...], durations: Durations
+    ) -> None:
         self._rank = rank
         self._calls = calls
         self._call_ring = calls.ring
@@ -65,10 +82,15 @@ class RankServer:
         self._trimmer: asyncio.TimerHandle | None = None
         self.worker: BaseWorker | None = None
         self.drop_until = 0
+        self.spinner: Spinner | None = None
+        self._durations = durations
+        self._note = durations.add
+        self._short = durations.short
 
     def serve(self, worker: BaseWorker) -> None:
         """Begin to answer for `worker`; on the thread that will run the loop."""
         self.worker = worker
+        worker.on_forward = self._on_forward
         self._dispatcher = Dispatcher(worker, self._report, exits_pass=True)
         self._run_call = self._dispatcher.run
 
@@ -81,6 +103,20 @@ class RankServer:
     def park(self, parked: bool) -> None:
         """Publish whether the driver must ring this rank's doorbell."""
         self._call_ring.park(1 if parked else 0)
+        if not parked:
+            return
+        if self._short:
+            self._durations.publish_short()
+        if self.spinner is not None:
+            self._progress[SPIN_HITS] = self.spinner.hits
+            self._progress[PARKS] = self.spinner.parks
+
+    def _on_forward(self, begins: bool) -> None:
+        """The agent's forward hook begins, or has ended."""
+        now, words = time.monotonic_ns(), self._progress
+        if not begins:
+            self._note("forward", now - words[FORWARD_SINCE])
+        words[FORWARD_SINCE] = now if begins else 0
 
     def _flush_would_work(self) -> bool:
         self._progress[WANT_SPACE] = 1
@@ -98,6 +134,7 @@ class RankServer:
             return
         ring = self._call_ring
         progress = self._progress
+        note, short = self._note, self._short
         end = 0
         while not self._unsent and (record := ring.read()) is not None:
             if record.kind == PLAIN_CALL and record.call_id > self.drop_until:
@@ -108,15 +145,22 @@ class RankServer:
             if ring.busy and ring.writer_wants_space():
                 self._ring_driver()
             if call is not None:
-                progress[PROGRESS_SINCE] = time.monotonic_ns()
+                progress[PROGRESS_SINCE] = since = time.monotonic_ns()
                 progress[PROGRESS_CALL] = call[0]
                 started = self._run_call(call)
                 progress[PROGRESS_CALL] = 0
                 if started:  # its first step comes before the next call, so that calls start in order
                     return
+                now = time.monotonic_ns()  # the reply is out: this costs the caller nothing
+                method = call[1] if type(call[1]) is str else call.name
+                if now - since < SHORT_NS:
+                    short[method] += 1
+                else:
+                    note(method, now - since)
+            else:
+                now = time.monotonic_ns()
             if self._driver_words[0] == ring.tail:
                 return
-            now = time.monotonic_ns()
             end = end or now + _TURN_NS
             if now > end:
                 return

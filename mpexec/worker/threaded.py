@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from mpexec.messages import Call
+from mpexec.transport.durations import Durations
 from mpexec.worker.base_worker import BaseWorker
 from mpexec.worker.dispatch import Dispatcher, Report
 
@@ -36,6 +37,8 @@ class WorkerThread:
         worker: The worker, once `build` has made it.
         drop_until: Calls up to this id are not run any more.
         current: The call whose sync part runs now and since when (monotonic ns), or None.
+        forward_since: Monotonic ns since when the agent's forward hook runs; 0 when it does not.
+        durations: How long methods took; coroutines, which overlap, are not among them.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class WorkerThread:
         self.worker: BaseWorker | None = None
         self.drop_until = 0
         self.current: tuple[Call, int] | None = None
+        self.forward_since = 0
+        self.durations = Durations()
         self._report = report
         self._dropped = dropped
         self._on_exit = on_exit
@@ -89,6 +94,7 @@ class WorkerThread:
             error: BaseException | None = None
             try:
                 worker = make()
+                worker.on_forward = self._on_forward
                 self._dispatcher = Dispatcher(worker, self._report, exits_pass=self._on_exit is not None)
                 self.worker = worker
             except BaseException as failed:
@@ -125,8 +131,10 @@ class WorkerThread:
             if call_id <= self.drop_until or self._dispatcher is None:
                 self._dropped(call_id)
             elif (call := make_call()) is not None:
-                self.current = (call, time.monotonic_ns())
-                self._dispatcher.run(call)
+                since = time.monotonic_ns()
+                self.current = (call, since)
+                if not self._dispatcher.run(call):
+                    self.durations.add(call.name, time.monotonic_ns() - since)
         finally:
             self.current = None
             if call_id in self._abandoned:
@@ -136,6 +144,13 @@ class WorkerThread:
                 self.loop.call_soon(self._run_next)
             else:
                 self._is_running = False
+
+    def _on_forward(self, begins: bool) -> None:
+        """The agent's forward hook begins, or has ended."""
+        now = time.monotonic_ns()
+        if not begins:
+            self.durations.add("forward", now - self.forward_since)
+        self.forward_since = now if begins else 0
 
     def cancel(self, call_id: int) -> None:
         """Cancel the coroutine of an abandoned call, from any thread, also before it has begun.

@@ -90,6 +90,45 @@ def test_describe_never_raises_while_others_stop_and_release(fresh: Callable[...
         looking.result()
 
 
+def test_measures_tell_how_long_methods_took_on_each_rank(executor: Executor) -> None:
+    def counts() -> list[tuple[int, int]]:
+        found = [rank.methods or {} for rank in executor.measures().ranks]
+        return [tuple(one[name].count if name in one else 0 for name in ("_rest", "echo")) for one in found]  # type: ignore[misc]
+
+    if executor.describe()["kind"] == "ray":
+        assert [rank.methods for rank in executor.measures().ranks] == [None] * executor.world_size
+        return
+    settle(executor)
+    executor.collective_rpc("echo")
+    before = counts()
+    for _ in range(3):
+        executor.collective_rpc(_rest, (0.005,))
+    executor.collective_rpc("echo")
+    until(lambda: [(rests + 3, echoes + 1) for rests, echoes in before] == counts())  # short calls show when it sleeps
+    for rank in executor.measures().ranks:
+        assert ((rank.methods or {})["_rest"].quantile(0.5) or 0.0) > 0.004
+
+
+def _rest(worker: Any, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_rank_that_reads_no_calls_shows_in_the_fill_of_the_ring(executor: Executor, go: Path) -> None:
+    if executor.describe()["kind"] != "mp":
+        assert executor.measures().call_ring_fill is None
+        return
+    until(lambda: executor.measures().call_ring_fill == 0.0)
+    rank = last_rank(executor)
+    call = InThread(lambda: executor.collective_rpc("wait_for_file", (str(go),), ranks=[rank]))
+    until(lambda: executor.describe()["ranks"][rank]["method"] == "wait_for_file")
+    for _ in range(100):
+        executor.notify("echo", ("x" * 4000,))
+    assert 0.05 < (executor.measures().call_ring_fill or 0.0) < 1.0
+    go.touch()
+    call.result()
+    until(lambda: executor.measures().call_ring_fill == 0.0)
+
+
 def test_describe_shows_the_root_cause_of_a_broken_executor(fresh: Callable[..., Executor], go: Path) -> None:
     executor = fresh()
     with pytest.raises(TimeoutError):

@@ -432,6 +432,7 @@ def test_metrics_count_what_was_asked_and_written(server: Served, client: openai
     complete(client, [[1, 2, 3], [4]])
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 2, 24, 4]
     assert server.metric("mpexec_healthy") == 1
+    assert server.metric("mpexec_request_seconds_count") == counts()[1]
 
 
 def test_health_is_503_while_no_step_ends_and_200_when_steps_go_on(start: Callable[..., Served]) -> None:  # F070
@@ -443,7 +444,9 @@ def test_health_is_503_while_no_step_ends_and_200_when_steps_go_on(start: Callab
         assert served.get("/health")[0] == 200
         os.kill(rank, signal.SIGSTOP)
         wait_until(lambda: served.get("/health")[0] == 503)
-        assert json.loads(served.get("/health")[1])["status"] == "stalled"
+        verdict = json.loads(served.get("/health")[1])
+        assert verdict["status"] == "stalled"
+        assert f"(pid {rank}) stopped" in verdict["cause"]
         assert served.metric("mpexec_healthy") == 0
         os.kill(rank, signal.SIGCONT)
         wait_until(lambda: served.get("/health")[0] == 200)

@@ -11,7 +11,7 @@ import pytest
 from mpexec.agent.steps import StepInput, StepOutput, TokenLogprobs
 from mpexec.engine.request import Generation
 from mpexec.engine.sampling_params import SamplingParams
-from mpexec.engine.scheduler import DEPTH, Progress, Scheduler
+from mpexec.engine.scheduler import DEPTH, Pace, Progress, Scheduler
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError, QueueFullError, TransportError
 from mpexec.models import default_model_path
@@ -480,3 +480,31 @@ def test_whatever_joins_leaves_and_is_cancelled_slots_stay_consistent_and_order_
     assert started == sorted(started)
     assert {r for r in wanted if tokens.get(r) == wanted[r]} | cancelled | stopped == set(range(60))
     assert (scheduler.running, scheduler.waiting) == (0, 0)
+
+
+def test_at_the_pace_finish_what_has_begun_goes_on_and_nothing_begins() -> None:
+    scheduler = make(max_slots=1, prefill_chunk=2)
+    add(scheduler, 1, (1, 2, 3), params(2))
+    add(scheduler, 2, (4,), params(1))
+    run(scheduler)
+    assert scheduler.take_started() == [1]
+    scheduler.pace = Pace.FINISH
+    run(scheduler)  # the rest of the prompt
+    run(scheduler)
+    assert scheduler.next_step() is None
+    assert (scheduler.running_ids, scheduler.waiting) == ((), 1)
+    scheduler.pace = Pace.FULL
+    step, _ = run(scheduler)
+    assert [one.token_ids for one in step.prefill] == [(4,)]
+    assert scheduler.take_started() == [2]
+
+
+def test_at_the_pace_none_there_is_no_step_though_requests_run() -> None:
+    scheduler = make()
+    add(scheduler, 1, (1,), params(3))
+    run(scheduler)
+    scheduler.pace = Pace.NONE
+    assert scheduler.next_step() is None
+    assert scheduler.running_ids == (1,)
+    scheduler.pace = Pace.FULL
+    assert run(scheduler)[0].decode == (0,)

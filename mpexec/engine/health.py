@@ -1,0 +1,61 @@
+"""Whether an engine serves requests, and what its ranks are at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class RankHealth:
+    """What one rank is at, read without asking it.
+
+    Attributes:
+        state: Of its process: "running" (idle, too), "stopped", "uninterruptible", "zombie" or "gone".
+        method: What it is in; "forward" is a step. None when it is in nothing, or this executor does not know.
+        seconds: For how long it has been in that method.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    method: str | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        """From a row of `Executor.describe`."""
+        return cls(row["rank"], row["pid"], row["state"], row.get("method"), row.get("seconds"))
+
+    def __str__(self) -> str:
+        doing = "idle" if self.method is None else f"in {self.method!r} for {self.seconds or 0.0:.1f} s"
+        how = doing if self.state == "running" else self.state
+        return f"rank {self.rank} (pid {self.pid}) {how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the engine serves requests.
+
+    Attributes:
+        ok: Requests are served, or wait for a wake-up that somebody has to ask for.
+        state: "new", "running", "draining" (an operation waits for what runs), "sleeping", "stalled" (requests run, and
+            no step has ended for `EngineConfig.stall_timeout`) or "stopped".
+        reason: The root cause when it stopped by a failure.
+        ranks: Index = rank; empty before the start, and where it is not known.
+        step_age: Seconds since a step ended, or since the oldest one under way was sent if that was later; None while
+            no step is under way.
+    """
+
+    ok: bool
+    state: str
+    reason: BaseException | None = None
+    ranks: tuple[RankHealth, ...] = ()
+    step_age: float | None = None
+
+    def judged(self, stall_timeout: float | None) -> Health:
+        """The same, "stalled" if no step has ended for `stall_timeout` seconds; None never is."""
+        if self.ok and stall_timeout is not None and self.step_age is not None and self.step_age >= stall_timeout:
+            return replace(self, ok=False, state="stalled")
+        return self

@@ -1,0 +1,196 @@
+"""What is done to all ranks of a running engine between two steps: sleep, wakeup, update_params.
+
+One operation at a time. It sees to it that no step is under way, calls a method of the agent on every rank, and counts
+as done when every rank has said so. Ranks that would differ after it are worth nothing: where some did it and others
+did not, the engine fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpexec.engine.engine_loop import EngineLoop
+from mpexec.engine.request import RequestManager
+from mpexec.engine.scheduler import Pace
+from mpexec.errors import ConfigError, EngineStoppedError, ExecutorStoppedError, WrongStateError
+from mpexec.executor.threads import in_thread
+from mpexec.tasks import cancel_async_tasks
+
+if TYPE_CHECKING:
+    from mpexec.executor.base import Executor
+
+Weights = str | Path | Mapping[str, Any]
+
+
+class Operations:
+    """The operations of one engine.
+
+    Args:
+        executor: Its agent has the methods `sleep`, `wakeup` and `update_params`. One that raises `ConfigError` or
+            `ValueError` has changed nothing.
+        loop: Of the same engine; told how far requests may go.
+        requests: Of the same engine.
+
+    Attributes:
+        state: "awake", "draining", "asleep".
+    """
+
+    def __init__(self, executor: Executor, loop: EngineLoop, requests: RequestManager) -> None:
+        self.state = "awake"
+        self._executor = executor
+        self._loop = loop
+        self._requests = requests
+        self._turn = asyncio.Lock()
+
+    def open(self) -> None:
+        """The engine starts, perhaps on another event loop."""
+        self._turn = asyncio.Lock()
+
+    async def sleep_async(self, level: int, drain_timeout: float | None) -> None:
+        """See `Engine.sleep_async`."""
+        async with self._turn:
+            if self.state == "asleep":
+                return
+            async with self._ranks_free("was put to sleep", Pace.FINISH, drain_timeout):
+                await self._on_all_ranks("sleep", level, then=self._fall_asleep)
+
+    async def wakeup_async(self) -> None:
+        """See `Engine.wakeup_async`."""
+        async with self._turn:
+            if self.state != "asleep":
+                return
+            self._check_serving()
+            await self._on_all_ranks("wakeup", then=self._go_on)
+
+    async def update_params_async(self, weights: Weights, drain: bool, drain_timeout: float | None) -> None:
+        """See `Engine.update_params_async`."""
+        given = await in_thread(lambda: portable(weights), name="mpexec-weights")
+        async with self._turn:
+            if self.state == "asleep":
+                raise WrongStateError("the engine sleeps: wake it up, then give it other weights", state="sleeping")
+            pace = Pace.FINISH if drain else Pace.NONE
+            async with self._ranks_free("was given other weights", pace, drain_timeout):
+                await self._on_all_ranks("update_params", given)
+
+    def _fall_asleep(self) -> None:
+        self.state = "asleep"
+
+    def _go_on(self) -> None:
+        self.state = "awake"
+        self._loop.set_pace(Pace.FULL)
+
+    # -- the requests --------------------------------------------------------------------------------------------------
+
+    def _check_serving(self) -> None:
+        ended = self._requests.stop_response
+        if ended is not None:
+            raise ended.to_exception() or EngineStoppedError("the engine was stopped")
+        if not self._requests.accepting:
+            raise WrongStateError("the engine has not been started: use `async with engine`", state="new")
+
+    @asynccontextmanager
+    async def _ranks_free(self, what: str, pace: Pace, drain_timeout: float | None) -> AsyncIterator[None]:
+        """No step is under way inside. Requests go on afterwards, unless the engine is asleep then."""
+        if drain_timeout is not None and not drain_timeout >= 0:
+            raise ConfigError(f"drain_timeout={drain_timeout!r}: use seconds of at least 0, or None to wait")
+        self._check_serving()
+        self.state = "draining"
+        self._loop.set_pace(pace)
+        try:
+            if not await self._comes_to_rest(drain_timeout):
+                late = f"the engine {what}, and this request had not ended within {drain_timeout:g} s: send it again"
+                self._loop.interrupt(EngineStoppedError(late))
+                await self._comes_to_rest(None)
+            yield
+        finally:
+            if self.state != "asleep":
+                self._go_on()
+
+    async def _comes_to_rest(self, seconds: float | None) -> bool:
+        """Wait until no step is under way; False if one still is when the time is over.
+
+        Raises:
+            EngineStoppedError: The engine was stopped, or failed, meanwhile.
+        """
+        rest = asyncio.create_task(self._loop.at_rest.wait(), name="operation.rest")
+        closed = asyncio.create_task(self._requests.closed_async(), name="operation.closed")
+        try:
+            await asyncio.wait({rest, closed}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            self._check_serving()
+            return rest.done()
+        finally:
+            await cancel_async_tasks({rest, closed})
+
+    # -- the ranks -----------------------------------------------------------------------------------------------------
+
+    async def _on_all_ranks(self, method: str, *args: Any, then: Callable[[], None] = lambda: None) -> None:
+        """Call a method on every rank, and `then` when all are done; a cancellation waits for it: no rank may miss it.
+
+        Raises:
+            ConfigError: Every rank has refused; nothing has changed. Or its agent has no such method.
+            EngineStoppedError: The engine was stopped meanwhile.
+            BaseException: A rank has failed, and the engine with it.
+        """
+        # In a thread, because weights are copied on their way out, and the loop has others to serve.
+        work = in_thread(lambda: self._call(method, args), name=f"mpexec-{method}")
+        call = asyncio.create_task(work, name=f"operation.{method}")
+        interrupted: asyncio.CancelledError | None = None
+        while not call.done():
+            try:
+                await asyncio.wait({call})
+            except asyncio.CancelledError as cancelled:
+                interrupted = cancelled
+        error = call.exception()
+        if isinstance(error, ExecutorStoppedError):
+            error = EngineStoppedError(f"the engine was stopped before every rank was done with {method!r}")
+        elif error is not None and not self._is_refusal(error):
+            self._loop.fail(error)
+        if error is None:
+            then()
+        if interrupted is not None:
+            raise interrupted
+        if error is not None:
+            raise error
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> None:
+        try:
+            self._executor.collective_rpc(method, args, reply_ranks=())
+        except AttributeError as error:
+            if method in str(error) and error.__cause__ is None:  # raised here, not on a rank
+                raise ConfigError(f"the agent has no method {method!r}") from None
+            raise
+
+    def _is_refusal(self, error: BaseException) -> bool:
+        """True if every rank has refused before it changed anything, or none was asked."""
+        others: ExceptionGroup[Exception] | None = getattr(error, "others", None)
+        errors = (error, *(others.exceptions if others is not None else ()))
+        if isinstance(error, ConfigError) and error.__cause__ is None:
+            return True
+        return len(errors) == self._executor.world_size and all(isinstance(e, ConfigError | ValueError) for e in errors)
+
+
+def portable(weights: Weights) -> str | dict[str, Any]:
+    """Weights as they can go to the ranks: an absolute path, or tensors in this machine's own memory.
+
+    Raises:
+        ConfigError: No such file or folder, or values that are no tensors.
+    """
+    if isinstance(weights, str | Path):
+        path = Path(weights).expanduser().absolute()
+        if not path.exists():
+            raise ConfigError(f"there is no file or folder {path}: give safetensors files, or a state dict")
+        return str(path)
+    torch = sys.modules.get("torch")  # who has no torch has no tensors either
+    if not isinstance(weights, Mapping) or not weights or torch is None:
+        raise ConfigError(f"weights must be a path or a state dict with tensors, not {type(weights).__name__}")
+    found: dict[str, Any] = {}
+    for name, tensor in weights.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"weights must map names to tensors, not {name!r} to a {type(tensor).__name__}")
+        found[name] = tensor.detach().to("cpu")
+    return found

@@ -1,0 +1,87 @@
+"""Merging the traces of ranks into one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpexec.engine.profiling import check_file, merge, profiling, write_trace
+from mpexec.errors import ConfigError
+
+
+def trace(base: int, pid: int, ts: float) -> dict[str, Any]:
+    return {
+        "baseTimeNanoseconds": base,
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": "python"}},
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": pid, "args": {"name": "main"}},
+            {"ph": "X", "name": "aten::mm", "pid": pid, "tid": pid, "ts": ts, "dur": 1.0},
+            {"ph": "s", "name": "ac2g", "id": 3, "pid": pid, "tid": pid, "ts": ts},
+        ],
+    }
+
+
+def test_each_rank_is_a_process_row_with_its_name_and_the_clocks_agree() -> None:
+    merged = merge([trace(1_000_000, 77, 5.0), trace(3_000_000, 78, 5.0)], [77, 78])
+    events = merged["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0 (pid 77)", 1: "rank 1 (pid 78)"}
+    assert [event["ts"] for event in events if event["name"] == "aten::mm"] == [5.0, 2005.0]
+    assert merged["baseTimeNanoseconds"] == 1_000_000
+    arrows = {event["id"] for event in events if event["ph"] == "s"}
+    assert len(arrows) == 2
+
+
+def test_a_trace_is_written_whole_and_compressed_where_its_name_says_so(tmp_path: Path) -> None:
+    raw = json.dumps(trace(0, 7, 1.0)).encode()
+    for name in ("trace.json", "trace.json.gz"):
+        write_trace(tmp_path / name, [raw], [7])
+    plain = (tmp_path / "trace.json").read_bytes()
+    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()) == plain
+    assert len(json.loads(plain)["traceEvents"]) == 5
+    assert sorted(os.listdir(tmp_path)) == ["trace.json", "trace.json.gz"]
+
+
+@pytest.mark.parametrize("path", ["", "missing/trace.json"])
+def test_a_place_where_no_file_can_be_is_refused(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_file(tmp_path / path)
+
+
+class Recorded:
+    """An engine that notes what it is asked for, and cannot stop."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def start_profile_async(self, *, record_shapes: bool = False, with_stack: bool = False) -> None:
+        self.asked.append(("start", record_shapes, with_stack))
+
+    async def stop_profile_async(self, path: str | Path) -> Path:
+        self.asked.append("stop")
+        raise OSError("disk full")
+
+
+async def test_the_error_of_the_block_comes_before_that_of_the_writing(tmp_path: Path) -> None:
+    engine = Recorded()
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with profiling(engine, tmp_path / "t.json", with_stack=True):
+            raise ZeroDivisionError
+    assert engine.asked == [("start", False, True), "stop"]
+    assert "disk full" in str(caught.value.__notes__)
+    with pytest.raises(OSError, match="disk full"):
+        async with profiling(engine, tmp_path / "t.json"):
+            pass
+
+
+async def test_nothing_is_started_for_a_file_that_cannot_be(tmp_path: Path) -> None:
+    engine = Recorded()
+    with pytest.raises(ConfigError):
+        async with profiling(engine, tmp_path):
+            pass
+    assert engine.asked == []
