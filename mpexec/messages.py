@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 
 from mpexec.errors import MpexecError, RemoteError, RemoteTraceback, SerializationError
 
+# The `reply_ranks` of a call whose completion nobody waits for: the driver reads it with what comes later, and is not
+# woken for it. A failure wakes it all the same.
+NOBODY_WAITS = (-1,)
+
 
 class Call(NamedTuple):
     """One method to run on ranks. A named tuple: it is made twice a call, and frozen dataclasses are slow to make.

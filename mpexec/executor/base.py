@@ -29,7 +29,7 @@ from mpexec.executor.pending import (
     stopped_error,
 )
 from mpexec.executor.threads import in_thread
-from mpexec.messages import method_name
+from mpexec.messages import NOBODY_WAITS, method_name
 
 logger = logging.getLogger(__name__)
 
@@ -349,6 +349,8 @@ class Executor:
         return pending
 
     def _check_reply_ranks(self, reply_ranks: Ranks, chosen: tuple[int, ...]) -> tuple[int, ...]:
+        if reply_ranks is NOBODY_WAITS:
+            return NOBODY_WAITS
         wanted = self.topology.select(reply_ranks, "reply_ranks")
         if extra := set(wanted) - set(chosen):
             raise ConfigError(f"reply_ranks={reply_ranks!r}: ranks {sorted(extra)} do not run the call ({chosen})")
@@ -537,7 +539,7 @@ class Executor:
         room = self._outputs.make_room()
         await self._receive(room)
         try:
-            pending = self._begin("set_forward_inputs", (inputs,), None, None, None, (), None)
+            pending = self._begin("set_forward_inputs", (inputs,), None, None, None, NOBODY_WAITS, None)
         except BaseException:
             self._outputs.withdraw(room)
             raise

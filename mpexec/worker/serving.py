@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any
 
 from mpexec.errors import SerializationError
-from mpexec.messages import Call, Failure
+from mpexec.messages import NOBODY_WAITS, Call, Failure
 from mpexec.transport import linux
 from mpexec.transport.channel import (
     CALL,
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 _make_call: Any = tuple.__new__  # a named tuple's own `__new__` is a Python function, and takes twice as long
 _TURN_NS = 200_000  # calls are read for at most this long before the loop's tasks get a turn
-# Nobody waits for its completion: the driver reads it with the output that follows, and is not woken for it alone.
-_INPUT = "set_forward_inputs"
 
 
 class RankServer:
@@ -197,7 +195,7 @@ class RankServer:
             self._send_value(call, value)
         elif self._unsent or not self._reply_ring.try_write(PLAIN_DONE, call_id, payload):
             self._send(PLAIN_DONE, call_id, Parcel(payload, (), 0))
-        elif call.method != _INPUT:
+        elif reply_ranks != NOBODY_WAITS:
             self._ring_driver()
 
     def _send_value(self, call: Call, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,16 @@ async def test_none_is_an_output_like_any_other(fresh: Fresh) -> None:
     for value in (None, 1, None):
         await executor.forward_async(value)
     assert [await in_time(executor.get_output_async()) for _ in range(3)] == [None, 1, None]
+
+
+async def test_an_input_that_is_sent_by_a_call_is_answered_though_no_output_follows(fresh: Fresh) -> None:
+    executor = await started(fresh)
+    nothing = [None] * executor.world_size
+    began = time.monotonic()
+    for _ in range(3):  # each wakes a caller that sleeps: the forward of the first never ends
+        assert await executor.collective_rpc_async("set_forward_inputs", ("hold",), timeout=20) == nothing
+        assert await asyncio.to_thread(executor.collective_rpc, "set_forward_inputs", (1,), timeout=20) == nothing
+    assert time.monotonic() - began < 15.0, "the deadline woke a caller, not the answer"
 
 
 async def test_inputs_wait_when_too_many_are_in_flight(fresh: Fresh) -> None:
