@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from mpexec.cli.generate import NonNegative
+from mpexec.cli.options import NonNegative
 from mpexec.cli.report import complain
 from mpexec.errors import ConfigError
 from mpexec.launcher import Job, Std, launch_job

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpexec.cli.generate import NonNegative, find_model
 from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
+from mpexec.cli.options import NonNegative, find_model, model_options
 from mpexec.cli.report import ToldError, complain, describe_failure, tell
-from mpexec.config import START_METHODS, EngineConfig
+from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,18 +37,7 @@ Exit codes: 0 stopped by Ctrl-C or SIGTERM with all requests answered, 1 a rank 
 have been told), 2 bad input or a port that is taken (no rank was started), 130 and 143 Ctrl-C and SIGTERM while
 loading, or a second one while requests were still running.""",
 )
-@click.option(
-    "--model",
-    metavar="PATH",
-    help="Local folder with a Hugging Face causal language model, or a bundled one's name. Default: the bundled one.",
-)
-@click.option(
-    "--tp",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    help="Processes that share every layer of the model.",
-)
+@model_options
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -100,14 +89,6 @@ loading, or a second one while requests were still running.""",
     show_default=True,
     help="Seconds without a step of the model, while requests run, after which /health is 503; 0 for never.",
 )
-@click.option(
-    "--start-method",
-    type=click.Choice(START_METHODS),
-    default="spawn",
-    show_default=True,
-    help="How the processes are started.",
-)
-@click.option("-v", "--verbose", is_flag=True, help="Log, also every request, to stderr.")
 def command(model: str | None, host: str, port: int, verbose: bool, **options: Any) -> None:
     """Serve a language model over HTTP, with OpenAI's API.
 
