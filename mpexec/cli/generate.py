@@ -7,7 +7,14 @@ from typing import Any
 import click
 
 from mpexec.cli.interrupt import run_interruptibly
-from mpexec.cli.options import NonNegative, check_executor, executor_options, find_model, model_options
+from mpexec.cli.options import (
+    check_executor,
+    executor_options,
+    find_model,
+    model_options,
+    sampling_options,
+    take_sampling,
+)
 from mpexec.cli.prompts import read_prompts
 
 
@@ -16,7 +23,8 @@ from mpexec.cli.prompts import read_prompts
     epilog="""\b
 Examples:
   mpexec generate 'In the beginning'
-  mpexec generate --tp 4 --temperature 0.8 --seed 7 'And it came to pass' 'Behold'
+  mpexec generate --tp 4 --temperature 0.8 --top-p 0.9 --seed 7 'And it came to pass' 'Behold'
+  mpexec generate --stop . --stop ';' 'In the beginning'
   printf 'In the beginning\\nAnd God said\\n' | mpexec generate --json
   mpexec generate --executor ray --ray-address 10.0.0.1:6379 --tp 2 'In the beginning'
 \b
@@ -26,27 +34,7 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
 @model_options
 @executor_options
 @click.argument("prompts", nargs=-1, metavar="[PROMPT ...]")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
-    help="Most tokens to generate for each prompt.",
-)
-@click.option(
-    "--temperature",
-    type=NonNegative(),
-    default=0.0,
-    show_default=True,
-    help="0 takes the most likely token each time; higher is more varied.",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0, max=2**63 - 1),
-    default=0,
-    help="Of the random numbers: the same seed gives the same text. Default: 0.",
-)
-@click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
+@sampling_options
 @click.option(
     "--stream/--no-stream",
     default=True,
@@ -76,5 +64,5 @@ def command(
     texts = read_prompts(prompts, file)
     from mpexec.cli.job import Job
 
-    job = Job.prepare(texts, find_model(model), **options)
+    job = Job.prepare(texts, find_model(model), sampling=take_sampling(options), **options)
     run_interruptibly(job.run_async())

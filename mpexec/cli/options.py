@@ -34,10 +34,16 @@ class ClusterAddress(click.ParamType[str]):
         return text
 
 
-class NonNegative(click.ParamType[float]):
-    """A finite number of at least 0."""
+class Number(click.ParamType[float]):
+    """A finite number within bounds."""
 
     name = "float"
+
+    def __init__(self, *, above: float | None = None, least: float = 0.0, most: float = math.inf) -> None:
+        """Either `above`, a bound that is not itself allowed, or `least` is the lower bound."""
+        self._above = above
+        self._least = least
+        self._most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number, or a usage error that names the value."""
@@ -45,9 +51,27 @@ class NonNegative(click.ParamType[float]):
             number = float(value)
         except ValueError:
             number = math.nan
-        if not 0 <= number < math.inf:
-            self.fail(f"{value!r} is not a finite number of at least 0.", param, ctx)
+        is_low = number <= self._above if self._above is not None else number < self._least
+        if not math.isfinite(number) or is_low or number > self._most:
+            self.fail(f"{value!r} is not a finite number {self._bounds()}.", param, ctx)
         return number
+
+    def _bounds(self) -> str:
+        lower = f"of at least {self._least:g}" if self._above is None else f"above {self._above:g}"
+        return lower if self._most == math.inf else f"{lower} and at most {self._most:g}"
+
+
+class StopString(click.ParamType[str]):
+    """Text that ends an answer: \\n and \\t are a line end and a tab, as a shell has no easy way to write them."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text, or a usage error for an empty one."""
+        text = str(value).replace("\\n", "\n").replace("\\t", "\t")
+        if not text:
+            self.fail("'' is empty: give at least one character.", param, ctx)
+        return text
 
 
 def model_options(command: Any) -> Any:
@@ -98,6 +122,71 @@ def executor_options(command: Any) -> Any:
             "for this run. Default: RAY_ADDRESS, or what 'ray start' has started here, else as 'local'.",
         ),
     )
+
+
+_SAMPLING = (
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        default=128,
+        show_default=True,
+        help="Most tokens to generate for each prompt.",
+    ),
+    click.option(
+        "--temperature",
+        type=Number(),
+        default=0.0,
+        show_default=True,
+        help="0 takes the most likely token each time; higher is more varied.",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0, max=2**63 - 1),
+        default=0,
+        help="Of the random numbers: the same seed gives the same text. Default: 0.",
+    ),
+    click.option(
+        "--top-k",
+        type=click.IntRange(min=0, max=2**31 - 1),
+        help="Draw from the K most likely tokens only; 0, the default, is all.",
+    ),
+    click.option(
+        "--top-p",
+        type=Number(above=0.0, most=1.0),
+        help="Draw from the most likely tokens that together have this probability; 1, the default, is all.",
+    ),
+    click.option(
+        "--min-p",
+        type=Number(most=1.0),
+        help="Draw only tokens at least this share as likely as the most likely one; 0, the default, is all.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=Number(above=0.0),
+        help="Above 1, tokens that prompt or answer have already become less likely. Default: 1.",
+    ),
+    click.option(
+        "--stop",
+        type=StopString(),
+        multiple=True,
+        help="End the text before this string; may be given several times. \\n is a line end.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text."),
+)
+_SAMPLING_NAMES = (
+    "max_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "ignore_eos",
+)  # fmt: skip
+
+
+def sampling_options(command: Any) -> Any:
+    """How to continue each prompt; `take_sampling` takes their values."""
+    return _add(command, *_SAMPLING)
+
+
+def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Take what `sampling_options` has added out of `options`, as fields of `SamplingParams`: only what was given."""
+    taken = {name: options.pop(name) for name in _SAMPLING_NAMES}
+    return {name: value for name, value in taken.items() if value is not None and value != ()}
 
 
 def _add(command: Any, *options: Any) -> Any:

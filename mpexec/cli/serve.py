@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
-from mpexec.cli.options import NonNegative, find_model, model_options
+from mpexec.cli.options import Number, find_model, model_options
+from mpexec.cli.progress import progress
 from mpexec.cli.report import ToldError, complain, describe_failure, tell
 from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
@@ -77,14 +78,14 @@ loading, or a second one while requests were still running.""",
 )
 @click.option(
     "--drain-timeout",
-    type=NonNegative(),
+    type=Number(),
     default=30.0,
     show_default=True,
     help="Seconds that running requests may take after Ctrl-C or SIGTERM. A second signal ends them at once.",
 )
 @click.option(
     "--stall-timeout",
-    type=NonNegative(),
+    type=Number(),
     default=120.0,
     show_default=True,
     help="Seconds without a step of the model, while requests run, after which /health is 503; 0 for never.",
@@ -144,7 +145,8 @@ async def _serve_async(
     config = EngineConfig(max_slots=max_slots, max_queue=max_queue, max_length=max_length, stop_timeout=_STOP_TIMEOUT_S)
     plan = ModelPlan.read(model, tp, config)
     served = ServedModel.read(plan, served_model_name)
-    engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
+    with progress(f"loading {served.name} on {tp} {'rank' if tp == 1 else 'ranks'}"):
+        engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
     server = HTTPServer(engine, served, stall_timeout=stall_timeout, access_log=verbose)
     try:
         with stop_on_signals() as stop:
