@@ -14,10 +14,15 @@ from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_fai
 from mpexec.errors import ConfigError
 
 _COMMANDS = {
+    "bench": "Measure a model on this machine: latencies and tokens a second for several numbers of streams.",
+    "completion": "Print the completion script of a shell.",
+    "doctor": "Look at this machine, and say what mpexec will find wanting.",
     "generate": "Continue prompts with a language model that is split over several processes.",
     "models": "List the language models that come with the package.",
+    "ps": "List the executors of this user that offer themselves for inspection.",
     "run": "Run N copies of a script, as torchrun does; the first one that fails ends all.",
     "serve": "Serve a language model over HTTP, with OpenAI's API.",
+    "stack": "Print what a driver and its ranks are doing right now: their Python stacks.",
 }
 _EXIT_READER_GONE = 141  # 128 + SIGPIPE, as a program that does not ignore the signal
 
