@@ -61,9 +61,7 @@ def check_kernel(release: str, probes: Mapping[str, Callable[[], None]]) -> list
         try:
             probe()
         except Exception as refused:  # whatever a sandbox makes of it
-            remedy = (
-                "a sandbox may forbid it: use a seccomp profile that allows the call, as Docker's default does"
-            )
+            remedy = "a sandbox may forbid it: use a seccomp profile that allows the call, as Docker's default does"
             found.append(Finding(name, "fail", str(refused) or type(refused).__name__, remedy))
         else:
             found.append(Finding(name, "ok", "works"))
