@@ -24,6 +24,7 @@ _COMMANDS = {
     "serve": "Serve a language model over HTTP, with OpenAI's API.",
     "stack": "Print what a driver and its ranks are doing right now: their Python stacks.",
 }
+_COMPLETE = "_MPEXEC_COMPLETE"  # set by the script of `mpexec completion` when a shell wants words
 _EXIT_READER_GONE = 141  # 128 + SIGPIPE, as a program that does not ignore the signal
 
 
@@ -79,12 +80,18 @@ def run(args: list[str] | None) -> int:
         return 2
     except (Interrupted, ToldError) as ended:
         return ended.exit_code
-    except (ReaderGoneError, BrokenPipeError, SystemExit):  # click exits where its own output has no reader
+    except SystemExit as ended:  # click exits when it has completed words, and where its own output has no reader
+        return _leave_stdout() if _COMPLETE not in os.environ else _as_code(ended)
+    except (ReaderGoneError, BrokenPipeError):
         return _leave_stdout()
     except Exception as failure:
         complain(describe_failure(failure))
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _as_code(ended: SystemExit) -> int:
+    return ended.code if isinstance(ended.code, int) else 1
 
 
 def _use_no_loggers() -> None:

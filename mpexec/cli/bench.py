@@ -82,7 +82,7 @@ until then is printed in any case.""",
     is_flag=True,
     help="Print one object a line for each number, as soon as it is measured, with all latencies in milliseconds.",
 )
-@click.option("--plot", metavar="FILE.png", help="Draw speed and latencies into a picture, too.")
+@click.option("--plot", type=click.Path(), metavar="FILE.png", help="Draw speed and latencies into a picture, too.")
 @click.pass_context
 def command(context: click.Context, /, model: str | None, plot: str | None, **options: Any) -> None:
     """Measure a model on this machine: latencies and tokens a second for several numbers of streams.

@@ -47,7 +47,13 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
     is_flag=True,
     help="Print one object a line: prompt, text, token_ids, prompt_token_ids, finish_reason.",
 )
-@click.option("--prompts", "file", metavar="FILE", help="Read the prompts from a file, one a line; '-' is stdin.")
+@click.option(
+    "--prompts",
+    "file",
+    type=click.Path(),
+    metavar="FILE",
+    help="Read the prompts from a file, one a line; '-' is stdin.",
+)
 @click.option(
     "--engine-process", is_flag=True, help="Run the engine in a process of its own, between this one and the ranks."
 )

@@ -80,6 +80,7 @@ def model_options(command: Any) -> Any:
         command,
         click.option(
             "--model",
+            type=click.Path(),  # so that a shell completes it
             metavar="PATH",
             help="Local folder with a Hugging Face causal language model, or a bundled one's name. Default: the "
             "bundled one.",

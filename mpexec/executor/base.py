@@ -17,6 +17,7 @@ from typing import Any, Self
 from mpexec.config import Topology, WorkerSpec
 from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
+from mpexec.executor import inspection
 from mpexec.executor.future import Callbacks, CallFuture
 from mpexec.executor.outputs import Outputs, OutputWait
 from mpexec.executor.pending import (
@@ -131,6 +132,8 @@ class Executor:
             self._state = state
             self._usable = state in _ALIVE and not self._stopping
             self._changed.notify_all()
+        if state is State.READY:
+            inspection.offer(self)
 
     def _set_stopping(self, stopping: bool) -> None:
         with self._changed:
@@ -504,6 +507,14 @@ class Executor:
         """State of the executor and of every rank, as plain data; never blocks, never raises."""
         raise NotImplementedError
 
+    def rank_stacks(self) -> dict[int, str]:
+        """What every rank is doing right now: its Python stack as text, or the reason why there is none.
+
+        Blocks a quarter of a second at most, and disturbs nothing; ranks of Ray on other machines may take longer.
+        Empty once the executor has been released.
+        """
+        raise NotImplementedError
+
     def _describe_self(self, kind: str) -> dict[str, Any]:
         """What `describe` says of every kind of executor, its ranks apart."""
         return {
@@ -677,6 +688,7 @@ class Executor:
         """Free processes, memory and descriptors. Never raises for what is gone; works after a failure, and twice."""
         if os.getpid() != self._owner:
             return
+        inspection.withdraw(self)
         with self._release_lock:  # a second caller returns when it is done, too
             self._release_ranks()
 

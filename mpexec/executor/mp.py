@@ -445,6 +445,12 @@ class MPExecutor(Executor):
             row["seconds"] = round((time.monotonic_ns() - since) / 1e9, 3) if call_id else None
         return row
 
+    def rank_stacks(self) -> dict[int, str]:
+        """As `Executor.rank_stacks`; faulthandler writes them, so they come while a rank holds the interpreter, too."""
+        if self._state is State.RELEASED:
+            return {}
+        return collect_stacks({rank: self._stacks_of(rank) for rank in self._all_ranks})
+
     def _states_text(self) -> str:
         """One short phrase for each rank; `describe` has it all."""
         return "; ".join(self._state_phrase(rank) for rank in self._all_ranks)
