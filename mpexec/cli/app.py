@@ -73,7 +73,7 @@ def run(args: list[str] | None) -> int:
         click.echo(no_command.format_message(), err=True)
         return 2
     except click.ClickException as bad:
-        complain(bad.format_message())
+        complain(" ".join(bad.format_message().split()))  # on one line, a list of choices too
         return 2
     except ConfigError as bad:
         complain(str(bad))
