@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mpexec.cli.interrupt import end_process_in
-from mpexec.cli.progress import progress
+from mpexec.cli.progress import ProgressLine, progress
 from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_failure
 from mpexec.config import EngineConfig, StartMethod
 from mpexec.engine.engine import Engine, ModelPlan
@@ -23,6 +23,7 @@ from mpexec.executor import choose_backend
 STOP_TIMEOUT_S = 1.0  # after a failure has been told, the prompt must be back within two seconds
 _FAILED_PATIENCE_S = 1.5
 
+_starting = logging.getLogger("mpexec.executor.starting")
 AnyEngine = Any  # an `Engine`, or a `ZMQEngine`, which has its face and needs an extra
 
 
@@ -80,7 +81,7 @@ class Loading:
 
     async def _load_async(self, config: EngineConfig) -> AnyEngine:
         path, tp = self.plan.facts.path, self.plan.tp
-        with progress(f"loading {path.name} on {tp} {'rank' if tp == 1 else 'ranks'}"):
+        with loading_progress(path.name, tp):
             return await engine_class(own_process=self.engine_process).from_pretrained_async(
                 path, tp, config=config, **self._executor_options()
             )
@@ -106,6 +107,38 @@ class Loading:
             nodes = engine.rank_nodes
             for rank, pid in enumerate(engine.rank_pids):
                 complain(f"rank {rank} is process {pid}" + (f" on node {nodes[rank]}" if nodes else ""))
+
+
+@contextmanager
+def loading_progress(model: str, tp: int) -> Iterator[None]:
+    """Show that a model is being loaded, and what its ranks report of it while this process starts them."""
+    text = f"loading {model} on {tp} {'rank' if tp == 1 else 'ranks'}"
+    with progress(text) as line:
+        if not line.is_shown:
+            yield
+            return
+        news = _News(line, text)
+        level = _starting.level
+        _starting.addHandler(news)
+        _starting.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            _starting.setLevel(level)
+            _starting.removeHandler(news)
+
+
+class _News(logging.Handler):
+    """Puts what is logged of a start, "rank 1: build model", onto the line."""
+
+    def __init__(self, line: ProgressLine, text: str) -> None:
+        super().__init__(logging.INFO)
+        self._line = line
+        self._text = text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one record."""
+        self._line.update(f"{self._text}, {record.getMessage()}")
 
 
 def engine_class(*, own_process: bool) -> Any:

@@ -10,7 +10,6 @@ import click
 
 from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
 from mpexec.cli.options import Number, find_model, model_options
-from mpexec.cli.progress import progress
 from mpexec.cli.report import ToldError, complain, describe_failure, tell
 from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
@@ -136,6 +135,7 @@ async def _serve_async(
         StartupError: A rank did not become ready.
         ToldError: A rank or the engine failed later; the message has been printed.
     """
+    from mpexec.cli.loading import loading_progress
     from mpexec.engine.engine import ModelPlan
     from mpexec.http.served import ServedModel, make_engine
     from mpexec.http.server import HTTPServer, url_of
@@ -145,7 +145,7 @@ async def _serve_async(
     config = EngineConfig(max_slots=max_slots, max_queue=max_queue, max_length=max_length, stop_timeout=_STOP_TIMEOUT_S)
     plan = ModelPlan.read(model, tp, config)
     served = ServedModel.read(plan, served_model_name)
-    with progress(f"loading {served.name} on {tp} {'rank' if tp == 1 else 'ranks'}"):
+    with loading_progress(served.name, tp):
         engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
     server = HTTPServer(engine, served, stall_timeout=stall_timeout, access_log=verbose)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from mpexec.cli.job import Job
+from mpexec.cli.loading import loading_progress
 from mpexec.cli.progress import progress
 from mpexec.engine.engine import GenerationOutput
 
@@ -83,6 +85,16 @@ def test_a_line_is_shown_at_a_terminal_and_is_gone_afterwards(at_screen: Callabl
     assert "loading [a] model" in screen.text
     assert "3/8 prompts" in screen.text
     assert screen.getvalue().rindex("\x1b[?25h") > screen.getvalue().rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_loading_shows_what_ranks_report_and_leaves_the_logger_as_it_was(at_screen: Callable[[], Screen]) -> None:
+    screen = at_screen()
+    logger = logging.getLogger("mpexec.executor.starting")
+    before = (logger.level, list(logger.handlers))
+    with loading_progress("kjv-small", 2):
+        logger.info("rank %d: %s", 1, "loading file 3 of 8")
+    assert "loading kjv-small on 2 ranks, rank 1: loading file 3 of 8" in screen.text
+    assert (logger.level, list(logger.handlers)) == before
 
 
 def test_nothing_is_shown_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
