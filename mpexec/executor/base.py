@@ -507,14 +507,6 @@ class Executor:
         """State of the executor and of every rank, as plain data; never blocks, never raises."""
         raise NotImplementedError
 
-    def rank_stacks(self) -> dict[int, str]:
-        """What every rank is doing right now: its Python stack as text, or the reason why there is none.
-
-        Blocks a quarter of a second at most, and disturbs nothing; ranks of Ray on other machines may take longer.
-        Empty once the executor has been released.
-        """
-        raise NotImplementedError
-
     def _describe_self(self, kind: str) -> dict[str, Any]:
         """What `describe` says of every kind of executor, its ranks apart."""
         return {
@@ -527,6 +519,14 @@ class Executor:
 
     def check_health(self) -> bool:
         """True while calls can make progress. Looks at processes and queues behind no call."""
+        raise NotImplementedError
+
+    def rank_stacks(self) -> dict[int, str]:
+        """What every rank is doing right now: its Python stack as text, or the reason why there is none.
+
+        Blocks a quarter of a second at most, and disturbs nothing; ranks of Ray on other machines may take longer.
+        Empty once the executor has been released.
+        """
         raise NotImplementedError
 
     # -- outputs ---------------------------------------------------------------------------------------------------

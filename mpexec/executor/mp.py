@@ -445,12 +445,6 @@ class MPExecutor(Executor):
             row["seconds"] = round((time.monotonic_ns() - since) / 1e9, 3) if call_id else None
         return row
 
-    def rank_stacks(self) -> dict[int, str]:
-        """As `Executor.rank_stacks`; faulthandler writes them, so they come while a rank holds the interpreter, too."""
-        if self._state is State.RELEASED:
-            return {}
-        return collect_stacks({rank: self._stacks_of(rank) for rank in self._all_ranks})
-
     def _states_text(self) -> str:
         """One short phrase for each rank; `describe` has it all."""
         return "; ".join(self._state_phrase(rank) for rank in self._all_ranks)
@@ -469,6 +463,12 @@ class MPExecutor(Executor):
         if self._state not in (State.READY, State.RUNNING, State.STOPPED):
             return False
         return all(process.state() in ("running", "uninterruptible") for process in self._group.processes)
+
+    def rank_stacks(self) -> dict[int, str]:
+        """As `Executor.rank_stacks`; faulthandler writes them, so they come while a rank holds the interpreter, too."""
+        if self._state is State.RELEASED:
+            return {}
+        return collect_stacks({rank: self._stacks_of(rank) for rank in self._all_ranks})
 
 
 def _release_forgotten(executor_ref: weakref.ref[MPExecutor], group: RankGroup, opened: contextlib.ExitStack) -> None:
