@@ -7,7 +7,6 @@ import os
 import select
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,46 +45,45 @@ class Driver:
         return pid == self.pid or pid in ranks
 
 
-def find_drivers(want: str = "describe") -> list[Driver]:
-    """Ask every driver that lives, by process id. Those that do not answer in time have `error` in their answer."""
+def find_drivers(want: str = "describe", *, only: int | None = None) -> list[Driver]:
+    """Ask every driver that lives, or only that of one process, by process id.
+
+    Those that do not answer in time have `error` in their answer.
+    """
     found = {}
-    for path in usual_places():
-        with _opened(path) as folder:
-            for name, pid in [] if folder is None else folder.sockets():
-                driver = _ask(folder, name, pid, want) if folder is not None else None
-                if driver is not None:
-                    found[driver.pid] = driver
+    for folder in _folders():
+        for name, pid in folder.sockets():
+            driver = _ask(folder, name, pid, want, only)
+            if driver is not None:
+                found[driver.pid] = driver
     return [found[pid] for pid in sorted(found)]
 
 
-@contextmanager
-def _opened(path: Any) -> Iterator[InspectionFolder | None]:
-    """The folder, or None where there is none, or none that can be trusted: the user is told."""
-    try:
-        folder = InspectionFolder(path)
-    except ConfigError as unsafe:
-        complain(str(unsafe))
-        yield None
-        return
-    except OSError:
-        yield None
-        return
-    with folder:
-        yield folder
+def _folders() -> Iterator[InspectionFolder]:
+    """The folders that there are; of one that cannot be trusted the user is told."""
+    for path in usual_places():
+        try:
+            folder = InspectionFolder(path)
+        except ConfigError as unsafe:
+            complain(str(unsafe))
+            continue
+        except OSError:  # there is none
+            continue
+        with folder:
+            yield folder
 
 
-def _ask(folder: InspectionFolder, name: str, pid: int, want: str) -> Driver | None:
-    """What the driver behind a name answers; None if it has ended, or is not this user's."""
+def _ask(folder: InspectionFolder, name: str, pid: int, want: str, only: int | None) -> Driver | None:
+    """What the driver behind a name answers; None if it has ended, is not this user's, or not the one that is meant."""
     try:
         with folder.connect(name) as connection:
             seen_as, uid = peer_of(connection)
-            if uid != os.geteuid():
-                return None
             pid = seen_as or pid
+            if uid != os.geteuid() or only not in (None, pid):
+                return None
             return Driver(pid, _exchange(connection, want))
     except (TimeoutError, BlockingIOError):
-        state = _state_of(pid)
-        return Driver(pid, {"error": f"does not answer within {_ANSWER_S:g} s ({state})"})
+        return Driver(pid, {"error": f"does not answer within {_ANSWER_S:g} s ({_state_of(pid)})"})
     except (OSError, ValueError):  # it ends in this moment
         return None
 

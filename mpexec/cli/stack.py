@@ -29,21 +29,31 @@ def command(pid: int, as_json: bool) -> None:
     PID is the process of a driver that `mpexec ps` lists, or of one of its ranks. All goes on undisturbed. A rank's
     stacks come while it holds the interpreter in C code, too.
     """
-    pids = {driver.pid for driver in find_drivers() if driver.has_process(pid)}
-    found = [driver for driver in find_drivers("stacks") if driver.pid in pids]
-    if not found:
-        raise ConfigError(
-            f"process {pid} has no executor that offers itself: `mpexec ps` lists those that do, and "
-            "MPEXEC_INSPECT=1 in a program's environment makes it one"
-        )
-    (driver,) = found
-    if "error" in driver.answer:
-        complain(f"driver {driver.pid} {driver.answer['error']}")
+    driver = _driver_of(pid)
+    if "error" not in driver.answer:
+        driver = next(iter(find_drivers("stacks", only=driver.pid)), driver)
+    if "threads" not in driver.answer:
+        complain(f"driver {driver.pid} {driver.answer.get('error', 'has ended')}")
         raise ToldError(1)
     if as_json:
         click.echo(json.dumps(driver.answer, ensure_ascii=False))
     else:
         _print(driver)
+
+
+def _driver_of(pid: int) -> Driver:
+    """The driver that is this process, or that has it as a rank.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for driver in find_drivers():
+        if driver.has_process(pid):
+            return driver
+    raise ConfigError(
+        f"process {pid} has no executor that offers itself: `mpexec ps` lists those that do, and MPEXEC_INSPECT=1 in a "
+        "program's environment makes it one"
+    )
 
 
 def _print(driver: Driver) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mpexec.cli import drivers
+from mpexec.cli.app import run
 from mpexec.cli.drivers import find_drivers
 from mpexec.errors import ConfigError
 from mpexec.executor import inspection, inspection_folder
@@ -196,6 +197,27 @@ def test_a_driver_that_does_not_answer_is_listed_with_what_the_kernel_says(
             (driver,) = find_drivers()
         folder.remove(name)
     assert "does not answer within 0.05 s" in driver.answer["error"]
+
+
+def test_stack_of_a_driver_that_does_not_answer_is_one_message_and_exit_code_1(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drivers, "_ANSWER_S", 0.05)
+    with InspectionFolder(place, create=True) as folder:
+        listening, name = folder.listen()
+        with listening:
+            assert run(["stack", str(os.getpid())]) == 1
+            assert run(["ps"]) == 0
+        folder.remove(name)
+    shown, complaint = capsys.readouterr()
+    assert complaint.startswith(f"mpexec: driver {os.getpid()} does not answer within 0.05 s")
+    assert len(complaint.splitlines()) == 1
+    assert f"{os.getpid()}  does not answer within 0.05 s" in shown
+
+
+def test_only_the_driver_that_is_meant_is_asked(looked: Looked) -> None:
+    assert len(find_drivers("stacks", only=os.getpid())) == 1
+    assert find_drivers("stacks", only=os.getpid() + 1) == []
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
