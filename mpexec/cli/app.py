@@ -14,11 +14,17 @@ from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_fai
 from mpexec.errors import ConfigError
 
 _COMMANDS = {
+    "bench": "Measure a model on this machine: latencies and tokens a second for several numbers of streams.",
+    "completion": "Print the completion script of a shell.",
+    "doctor": "Look at this machine, and say what mpexec will find wanting.",
     "generate": "Continue prompts with a language model that is split over several processes.",
     "models": "List the language models that come with the package.",
+    "ps": "List the executors of this user that offer themselves for inspection.",
     "run": "Run N copies of a script, as torchrun does; the first one that fails ends all.",
     "serve": "Serve a language model over HTTP, with OpenAI's API.",
+    "stack": "Print what a driver and its ranks are doing right now: their Python stacks.",
 }
+_COMPLETE = "_MPEXEC_COMPLETE"  # set by the script of `mpexec completion` when a shell wants words
 _EXIT_READER_GONE = 141  # 128 + SIGPIPE, as a program that does not ignore the signal
 
 
@@ -67,19 +73,25 @@ def run(args: list[str] | None) -> int:
         click.echo(no_command.format_message(), err=True)
         return 2
     except click.ClickException as bad:
-        complain(bad.format_message())
+        complain(" ".join(bad.format_message().split()))  # on one line, a list of choices too
         return 2
     except ConfigError as bad:
         complain(str(bad))
         return 2
     except (Interrupted, ToldError) as ended:
         return ended.exit_code
-    except (ReaderGoneError, BrokenPipeError, SystemExit):  # click exits where its own output has no reader
+    except SystemExit as ended:  # click exits when it has completed words, and where its own output has no reader
+        return _leave_stdout() if _COMPLETE not in os.environ else _as_code(ended)
+    except (ReaderGoneError, BrokenPipeError):
         return _leave_stdout()
     except Exception as failure:
         complain(describe_failure(failure))
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _as_code(ended: SystemExit) -> int:
+    return ended.code if isinstance(ended.code, int) else 1
 
 
 def _use_no_loggers() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from mpexec.cli.generate import NonNegative
+from mpexec.cli.options import Number
 from mpexec.cli.report import complain
 from mpexec.errors import ConfigError
 from mpexec.launcher import Job, Std, launch_job
@@ -104,7 +104,7 @@ set by variables too, as for torchrun: PET_NPROC_PER_NODE=4. Unlike torchrun's, 
 @torchrun_option("local-ranks-filter", metavar="RANK,…", help="Local ranks whose output is shown. Default: all.")
 @torchrun_option(
     "shutdown-timeout",
-    type=NonNegative(),
+    type=Number(),
     default=DEFAULT_GRACE_S,
     envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
     show_envvar=False,

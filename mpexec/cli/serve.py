@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpexec.cli.generate import NonNegative, find_model
 from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
+from mpexec.cli.options import Number, find_model, model_options
 from mpexec.cli.report import ToldError, complain, describe_failure, tell
-from mpexec.config import START_METHODS, EngineConfig
+from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,18 +37,7 @@ Exit codes: 0 stopped by Ctrl-C or SIGTERM with all requests answered, 1 a rank 
 have been told), 2 bad input or a port that is taken (no rank was started), 130 and 143 Ctrl-C and SIGTERM while
 loading, or a second one while requests were still running.""",
 )
-@click.option(
-    "--model",
-    metavar="PATH",
-    help="Local folder with a Hugging Face causal language model, or a bundled one's name. Default: the bundled one.",
-)
-@click.option(
-    "--tp",
-    type=click.IntRange(min=1),
-    default=2,
-    show_default=True,
-    help="Processes that share every layer of the model.",
-)
+@model_options
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -88,26 +77,18 @@ loading, or a second one while requests were still running.""",
 )
 @click.option(
     "--drain-timeout",
-    type=NonNegative(),
+    type=Number(),
     default=30.0,
     show_default=True,
     help="Seconds that running requests may take after Ctrl-C or SIGTERM. A second signal ends them at once.",
 )
 @click.option(
     "--stall-timeout",
-    type=NonNegative(),
+    type=Number(),
     default=120.0,
     show_default=True,
     help="Seconds without a step of the model, while requests run, after which /health is 503; 0 for never.",
 )
-@click.option(
-    "--start-method",
-    type=click.Choice(START_METHODS),
-    default="spawn",
-    show_default=True,
-    help="How the processes are started.",
-)
-@click.option("-v", "--verbose", is_flag=True, help="Log, also every request, to stderr.")
 def command(model: str | None, host: str, port: int, verbose: bool, **options: Any) -> None:
     """Serve a language model over HTTP, with OpenAI's API.
 
@@ -154,6 +135,7 @@ async def _serve_async(
         StartupError: A rank did not become ready.
         ToldError: A rank or the engine failed later; the message has been printed.
     """
+    from mpexec.cli.loading import loading_progress
     from mpexec.engine.engine import ModelPlan
     from mpexec.http.served import ServedModel, make_engine
     from mpexec.http.server import HTTPServer, url_of
@@ -163,7 +145,8 @@ async def _serve_async(
     config = EngineConfig(max_slots=max_slots, max_queue=max_queue, max_length=max_length, stop_timeout=_STOP_TIMEOUT_S)
     plan = ModelPlan.read(model, tp, config)
     served = ServedModel.read(plan, served_model_name)
-    engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
+    with loading_progress(served.name, tp):
+        engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
     server = HTTPServer(engine, served, stall_timeout=stall_timeout, access_log=verbose)
     try:
         with stop_on_signals() as stop:

@@ -17,6 +17,7 @@ from typing import Any, Self
 from mpexec.config import Topology, WorkerSpec
 from mpexec.deadline import NEVER, Deadline
 from mpexec.errors import ConfigError, ExecutorStoppedError, MpexecError, WrongStateError
+from mpexec.executor import inspection
 from mpexec.executor.future import Callbacks, CallFuture
 from mpexec.executor.measures import Measures, RankMeasures
 from mpexec.executor.outputs import Outputs, OutputWait
@@ -132,6 +133,8 @@ class Executor:
             self._state = state
             self._usable = state in _ALIVE and not self._stopping
             self._changed.notify_all()
+        if state is State.READY:
+            inspection.offer(self)
 
     def _set_stopping(self, stopping: bool) -> None:
         with self._changed:
@@ -526,6 +529,14 @@ class Executor:
         """True while calls can make progress. Looks at processes and queues behind no call."""
         raise NotImplementedError
 
+    def rank_stacks(self) -> dict[int, str]:
+        """What every rank is doing right now: its Python stack as text, or the reason why there is none.
+
+        Blocks a quarter of a second at most, and disturbs nothing; ranks of Ray on other machines may take longer.
+        Empty once the executor has been released.
+        """
+        raise NotImplementedError
+
     # -- outputs ---------------------------------------------------------------------------------------------------
 
     async def forward_async(self, inputs: Any) -> None:
@@ -686,6 +697,7 @@ class Executor:
         """Free processes, memory and descriptors. Never raises for what is gone; works after a failure, and twice."""
         if os.getpid() != self._owner:
             return
+        inspection.withdraw(self)
         with self._release_lock:  # a second caller returns when it is done, too
             self._release_ranks()
 

@@ -501,12 +501,6 @@ class MPExecutor(Executor):
             doing += f" ({row['state']})"
         return f"rank {rank} (pid {row['pid']}){doing}"
 
-    def stacks(self) -> dict[int, str]:
-        """The Python stacks of every rank as text, or why there is none; takes a quarter of a second at most."""
-        if self._state is State.RELEASED:
-            return {}
-        return collect_stacks({rank: self._stacks_of(rank) for rank in self._all_ranks})
-
     def show_output(self) -> None:
         """Write what the ranks have written so far to this process's own stdout and stderr, where it is not yet."""
         for process in self._group.processes:
@@ -518,6 +512,12 @@ class MPExecutor(Executor):
         if self._state not in (State.READY, State.RUNNING, State.STOPPED):
             return False
         return all(process.state() in ("running", "uninterruptible") for process in self._group.processes)
+
+    def rank_stacks(self) -> dict[int, str]:
+        """As `Executor.rank_stacks`; faulthandler writes them, so they come while a rank holds the interpreter, too."""
+        if self._state is State.RELEASED:
+            return {}
+        return collect_stacks({rank: self._stacks_of(rank) for rank in self._all_ranks})
 
 
 def _release_forgotten(executor_ref: weakref.ref[MPExecutor], group: RankGroup, opened: contextlib.ExitStack) -> None:

@@ -462,6 +462,10 @@ class RayExecutor(GatedExecutor):
             doing += f" ({row['state']})"
         return f"rank {rank.rank} (pid {rank.pid} on {row['node']}){doing}"
 
+    def rank_stacks(self) -> dict[int, str]:
+        """As `Executor.rank_stacks`; a rank on another machine is asked, and has a second to answer."""
+        return {} if self._state is State.RELEASED else self._stacks(self._all_ranks)
+
     def check_health(self) -> bool:
         """True while calls can make progress: the state allows them, and no rank is known to be dead or stopped."""
         if self._state not in (State.READY, State.RUNNING, State.STOPPED):

@@ -248,6 +248,10 @@ class UniExecutor(GatedExecutor):
         """True while calls can make progress."""
         return self._state in (State.READY, State.RUNNING, State.STOPPED) and self._thread.is_alive
 
+    def rank_stacks(self) -> dict[int, str]:
+        """The worker thread's stack."""
+        return {} if self._state is State.RELEASED else {0: self._thread.stack()}
+
 
 def _never_pickled(value: Any) -> bytes:
     raise TypeError("the exception is at hand")

@@ -94,7 +94,7 @@ class WarmGroup:
 
     def stacks(self) -> dict[int, str]:
         """What all ranks are doing."""
-        return self.executor.stacks()
+        return self.executor.rank_stacks()
 
     def finish(self) -> None:
         """End the sessions of the ranks in order, then the ranks. What a fixture raises there is logged."""

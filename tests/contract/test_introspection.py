@@ -63,6 +63,20 @@ def test_describe_and_health_tell_what_a_busy_rank_does_without_queueing_behind_
     until(lambda: executor.describe()["ranks"][rank]["method"] is None)
 
 
+def test_rank_stacks_show_where_every_rank_is_and_disturb_nothing(executor: Executor, go: Path) -> None:
+    rank = last_rank(executor)
+    call = InThread(lambda: executor.collective_rpc("wait_for_file", (str(go), 7), ranks=[rank], reply_ranks=rank))
+    until(lambda: executor.describe()["ranks"][rank]["method"] == "wait_for_file")
+    for _ in range(3):
+        stacks = executor.rank_stacks()
+        assert list(stacks) == list(range(executor.world_size))
+        assert "wait_for_file" in stacks[rank]
+    go.touch()
+    assert call.result() == 7
+    executor.release()
+    assert executor.rank_stacks() == {}
+
+
 def test_describe_and_health_answer_in_every_state(fresh: Callable[..., Executor]) -> None:
     executor = fresh()
     seen = [(executor.describe()["state"], executor.check_health())]

@@ -1,0 +1,151 @@
+"""The figures of `mpexec bench`: what was measured, percentiles of it, and how it is printed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import click
+
+PERCENTS = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all levels of a run have in common."""
+
+    model: str
+    tp: int
+    executor: str
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def title(self) -> str:
+        """For people, on one line."""
+        sizes = f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens"
+        return f"{self.model}, TP {self.tp}, {sizes}"
+
+
+@dataclass(slots=True)
+class Level:
+    """What was measured at one concurrency.
+
+    Attributes:
+        requests: How many are to be sent.
+        began: Monotonic seconds, as is `ended`; None while it runs.
+        tokens: New tokens, of requests that are not finished too.
+        first_token_s: Seconds from sending a request to its first token, one for each request.
+        inter_token_s: Seconds between a token and the one before, of all requests.
+        end_to_end_s: Seconds from sending a request to its last token, one for each finished request.
+    """
+
+    concurrency: int
+    requests: int
+    began: float
+    ended: float | None = None
+    tokens: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    inter_token_s: list[float] = field(default_factory=list)
+    end_to_end_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all its requests are answered."""
+        return len(self.end_to_end_s) == self.requests
+
+    def seconds(self) -> float:
+        """How long it took, or has taken so far."""
+        return (self.ended or time.monotonic()) - self.began
+
+    def tokens_per_second(self) -> float:
+        """New tokens of all streams together."""
+        return self.tokens / max(self.seconds(), 1e-9)
+
+    def latencies(self) -> dict[str, dict[int, float | None]]:
+        """Milliseconds by what was measured and percent."""
+        return {
+            "first token": in_milliseconds(self.first_token_s),
+            "between tokens": in_milliseconds(self.inter_token_s),
+            "whole request": in_milliseconds(self.end_to_end_s),
+        }
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The value that `percent` of the values are at most; between two of them, on the line that joins them.
+
+    Args:
+        ordered: Ascending, at least one.
+    """
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def in_milliseconds(seconds: Sequence[float]) -> dict[int, float | None]:
+    """The percentiles of `PERCENTS`; None where nothing was measured."""
+    ordered = sorted(seconds)
+    return {percent: percentile(ordered, percent) * 1e3 if ordered else None for percent in PERCENTS}
+
+
+def print_json(setting: Setting, level: Level) -> None:
+    """Print one level as one line."""
+    latencies = {
+        f"{name.replace(' ', '_')}_ms": {f"p{percent}": _rounded(value) for percent, value in values.items()}
+        for name, values in level.latencies().items()
+    }
+    figures = {
+        **asdict(setting),
+        "concurrency": level.concurrency,
+        "requests": len(level.end_to_end_s),
+        "complete": level.is_whole,
+        "seconds": round(level.seconds(), 3),
+        "tokens": level.tokens,
+        "tokens_per_second": round(level.tokens_per_second(), 1),
+        **latencies,
+    }
+    click.echo(json.dumps(figures, ensure_ascii=False))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def print_table(setting: Setting, levels: Sequence[Level]) -> None:
+    """Print all levels: for a terminal in groups of percentiles, else one word for each column, for other programs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = list(levels[0].latencies())
+    terminal = Console(highlight=False)
+    if not terminal.is_terminal:
+        columns = [f"{name.replace(' ', '-')}-p{percent}-ms" for name in names for percent in PERCENTS]
+        plain = Table("concurrency", "requests", "tokens/s", *columns, box=None, pad_edge=False)
+        for level in levels:
+            values = [_shown(value) for one in level.latencies().values() for value in one.values()]
+            plain.add_row(*_leading(level), *values)
+        Console(highlight=False, width=10_000).print(plain)
+        return
+    percents = " / ".join(f"p{percent}" for percent in PERCENTS)
+    table = Table(title=setting.title, box=None, pad_edge=False, padding=(0, 2), title_justify="left")
+    for column in ("streams", "requests", "tokens/s", *(f"{name}, ms\n{percents}" for name in names)):
+        table.add_column(column, justify="right")
+    for level in levels:
+        values = [" / ".join(_shown(value) for value in one.values()) for one in level.latencies().values()]
+        table.add_row(*_leading(level), *values)
+    terminal.print(table)
+
+
+def _leading(level: Level) -> tuple[str, str, str]:
+    done = len(level.end_to_end_s)
+    requests = str(done) if level.is_whole else f"{done}/{level.requests}"
+    return str(level.concurrency), requests, f"{level.tokens_per_second():.1f}"
+
+
+def _shown(milliseconds: float | None) -> str:
+    if milliseconds is None:
+        return "-"
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"

@@ -1,0 +1,172 @@
+"""A model that a command is to load, checked before any rank starts, and the loading itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from mpexec.cli.interrupt import end_process_in
+from mpexec.cli.progress import ProgressLine, progress
+from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_failure
+from mpexec.config import EngineConfig, StartMethod
+from mpexec.engine.engine import Engine, ModelPlan
+from mpexec.errors import ConfigError
+from mpexec.executor import choose_backend
+
+STOP_TIMEOUT_S = 1.0  # after a failure has been told, the prompt must be back within two seconds
+_FAILED_PATIENCE_S = 1.5
+
+_starting = logging.getLogger("mpexec.executor.starting")
+AnyEngine = Any  # an `Engine`, or a `ZMQEngine`, which has its face and needs an extra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """How a model is to be loaded; the executor is "mp" or "ray"."""
+
+    plan: ModelPlan
+    executor: str
+    ray_address: str | None
+    start_method: StartMethod
+    verbose: bool
+    engine_process: bool = False
+
+    @classmethod
+    def prepare(cls, model: str | None, tp: int, *, executor: str, **options: Any) -> Loading:
+        """Check the model, and that there is an executor for it.
+
+        Raises:
+            ConfigError: Names the value and the remedy.
+        """
+        plan = ModelPlan.read(model, tp, EngineConfig())
+        return cls(plan=plan, executor=choose_executor(plan, executor), **options)
+
+    @asynccontextmanager
+    async def engine_async(self, config: EngineConfig) -> AsyncIterator[AnyEngine]:
+        """Load the model and start its engine for the block; the ranks have been released when this returns or raises.
+
+        Raises:
+            StartupError: A rank did not become ready.
+            ToldError: The engine failed later, or the block raised; the message has been printed.
+        """
+        # The choice of executor below is this command's, not its user's.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="mpexec")
+        if self.verbose:
+            logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        with self._quiet_stdout():
+            engine = await self._load_async(config)
+            try:
+                await engine.start_async()
+                self._tell_pids(engine)
+                yield engine
+            except (ReaderGoneError, OSError):
+                raise
+            except Exception as failure:
+                # Told before the clean-up, and the clean-up is bounded: a rank that hangs must not delay either.
+                end_process_in(_FAILED_PATIENCE_S, 1)
+                complain(describe_failure(failure))
+                raise ToldError(1) from failure
+            finally:
+                try:
+                    await engine.stop_async()
+                finally:
+                    await engine.release_async()
+
+    async def _load_async(self, config: EngineConfig) -> AnyEngine:
+        path, tp = self.plan.facts.path, self.plan.tp
+        with loading_progress(path.name, tp):
+            return await engine_class(own_process=self.engine_process).from_pretrained_async(
+                path, tp, config=config, **self._executor_options()
+            )
+
+    def _executor_options(self) -> dict[str, Any]:
+        """What the engine's executor is made of."""
+        if self.executor == "mp":
+            return {"backend": "mp", "start_method": self.start_method}
+        return {"backend": "ray", "address": self.ray_address}
+
+    @contextmanager
+    def _quiet_stdout(self) -> Iterator[None]:
+        """Keep off stdout what Ray says there, which belongs to the answers; a failure's facts are in its error."""
+        if self.executor != "ray":
+            yield
+            return
+        os.environ.setdefault("RAY_LOG_TO_DRIVER", "1" if self.verbose else "0")
+        with open(os.devnull, "w") as nowhere, redirect_stdout(sys.stderr if self.verbose else nowhere):
+            yield
+
+    def _tell_pids(self, engine: AnyEngine) -> None:
+        if self.verbose:
+            nodes = engine.rank_nodes
+            for rank, pid in enumerate(engine.rank_pids):
+                complain(f"rank {rank} is process {pid}" + (f" on node {nodes[rank]}" if nodes else ""))
+
+
+@contextmanager
+def loading_progress(model: str, tp: int) -> Iterator[None]:
+    """Show that a model is being loaded, and what its ranks report of it while this process starts them."""
+    text = f"loading {model} on {tp} {'rank' if tp == 1 else 'ranks'}"
+    with progress(text) as line:
+        if not line.is_shown:
+            yield
+            return
+        news = _News(line, text)
+        level = _starting.level
+        _starting.addHandler(news)
+        _starting.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            _starting.setLevel(level)
+            _starting.removeHandler(news)
+
+
+class _News(logging.Handler):
+    """Puts what is logged of a start, "rank 1: build model", onto the line."""
+
+    def __init__(self, line: ProgressLine, text: str) -> None:
+        super().__init__(logging.INFO)
+        self._line = line
+        self._text = text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one record."""
+        self._line.update(f"{self._text}, {record.getMessage()}")
+
+
+def engine_class(*, own_process: bool) -> Any:
+    """The engine to load a model with.
+
+    Raises:
+        ConfigError: An engine in a process of its own needs packages that are not installed.
+    """
+    if not own_process:
+        return Engine
+    try:
+        from mpexec.mp_engine.zmq_engine import ZMQEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install 'mpexec[zmq]'") from error
+    return ZMQEngine
+
+
+def choose_executor(plan: ModelPlan, asked: str) -> str:
+    """The executor for a model: "mp" or "ray".
+
+    Raises:
+        ConfigError: It is Ray's, and Ray is not installed.
+    """
+    chosen, why = choose_backend(plan.worker_spec(EngineConfig()), asked)
+    if chosen != "ray":
+        return "mp"  # processes also for one rank: importing torch here would hold up Ctrl-C
+    if find_spec("ray") is None:
+        raise ConfigError(
+            f"Ray is not installed, and --executor is ray ({why}): pip install 'mpexec[ray]', or use --executor mp"
+        )
+    return chosen

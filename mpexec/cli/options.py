@@ -1,0 +1,224 @@
+"""Options that several commands share, what their values may be, and what they mean."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from mpexec.config import START_METHODS
+
+EXECUTORS = ("auto", "mp", "ray")
+
+
+class ClusterAddress(click.ParamType[str]):
+    """Where a Ray cluster is: "auto", "local", or host and port."""
+
+    name = "address"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The address, or a usage error that names the value."""
+        text = str(value)
+        if text in ("auto", "local"):
+            return text
+        if "://" in text:
+            self.fail(
+                f"{text!r} is of Ray Client: run this command on a node of the cluster, with HOST:PORT.", param, ctx
+            )
+        host, _, port = text.rpartition(":")
+        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+            self.fail(f"{text!r} is not HOST:PORT, 'auto' or 'local'; for example 10.0.0.1:6379.", param, ctx)
+        return text
+
+
+class Number(click.ParamType[float]):
+    """A finite number within bounds."""
+
+    name = "float"
+
+    def __init__(self, *, above: float | None = None, least: float = 0.0, most: float = math.inf) -> None:
+        """Either `above`, a bound that is not itself allowed, or `least` is the lower bound."""
+        self._above = above
+        self._least = least
+        self._most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or a usage error that names the value."""
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        is_low = number <= self._above if self._above is not None else number < self._least
+        if not math.isfinite(number) or is_low or number > self._most:
+            self.fail(f"{value!r} is not a finite number {self._bounds()}.", param, ctx)
+        return number
+
+    def _bounds(self) -> str:
+        lower = f"of at least {self._least:g}" if self._above is None else f"above {self._above:g}"
+        return lower if self._most == math.inf else f"{lower} and at most {self._most:g}"
+
+
+class StopString(click.ParamType[str]):
+    """Text that ends an answer: \\n and \\t are a line end and a tab, as a shell has no easy way to write them."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text, or a usage error for an empty one."""
+        text = str(value).replace("\\n", "\n").replace("\\t", "\t")
+        if not text:
+            self.fail("'' is empty: give at least one character.", param, ctx)
+        return text
+
+
+def model_options(command: Any) -> Any:
+    """Which model to run, over how many processes, and how they start: `--model`, `--tp`, `--start-method`, `-v`."""
+    return _add(
+        command,
+        click.option(
+            "--model",
+            type=click.Path(),  # so that a shell completes it
+            metavar="PATH",
+            help="Local folder with a Hugging Face causal language model, or a bundled one's name. Default: the "
+            "bundled one.",
+        ),
+        click.option(
+            "--tp",
+            type=click.IntRange(min=1),
+            default=2,
+            show_default=True,
+            help="Processes that share every layer of the model.",
+        ),
+        click.option(
+            "--start-method",
+            type=click.Choice(START_METHODS),
+            default="spawn",
+            show_default=True,
+            help="How the processes are started, where it is not Ray that starts them.",
+        ),
+        click.option("-v", "--verbose", is_flag=True, help="Log to stderr, the processes' ids included."),
+    )
+
+
+def executor_options(command: Any) -> Any:
+    """Where the processes run: `--executor` and `--ray-address`."""
+    return _add(
+        command,
+        click.option(
+            "--executor",
+            type=click.Choice(EXECUTORS),
+            default="mp",
+            show_default=True,
+            help="Where they run: 'mp' on this machine; 'ray' in a Ray cluster, on one machine or several; 'auto' as "
+            "'ray' where RAY_ADDRESS is set, else as 'mp'.",
+        ),
+        click.option(
+            "--ray-address",
+            type=ClusterAddress(),
+            metavar="HOST:PORT|auto|local",
+            help="The Ray cluster, for --executor ray: where its head is, any that runs on this machine, or a new one "
+            "for this run. Default: RAY_ADDRESS, or what 'ray start' has started here, else as 'local'.",
+        ),
+    )
+
+
+_SAMPLING = (
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        default=128,
+        show_default=True,
+        help="Most tokens to generate for each prompt.",
+    ),
+    click.option(
+        "--temperature",
+        type=Number(),
+        default=0.0,
+        show_default=True,
+        help="0 takes the most likely token each time; higher is more varied.",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0, max=2**63 - 1),
+        default=0,
+        help="Of the random numbers: the same seed gives the same text. Default: 0.",
+    ),
+    click.option(
+        "--top-k",
+        type=click.IntRange(min=0, max=2**31 - 1),
+        help="Draw from the K most likely tokens only; 0, the default, is all.",
+    ),
+    click.option(
+        "--top-p",
+        type=Number(above=0.0, most=1.0),
+        help="Draw from the most likely tokens that together have this probability; 1, the default, is all.",
+    ),
+    click.option(
+        "--min-p",
+        type=Number(most=1.0),
+        help="Draw only tokens at least this share as likely as the most likely one; 0, the default, is all.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=Number(above=0.0),
+        help="Above 1, tokens that prompt or answer have already become less likely. Default: 1.",
+    ),
+    click.option(
+        "--stop",
+        type=StopString(),
+        multiple=True,
+        help="End the text before this string; may be given several times. \\n is a line end.",
+    ),
+    click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text."),
+)
+_SAMPLING_NAMES = (
+    "max_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "ignore_eos",
+)  # fmt: skip
+
+
+def sampling_options(command: Any) -> Any:
+    """How to continue each prompt; `take_sampling` takes their values."""
+    return _add(command, *_SAMPLING)
+
+
+def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
+    """Take what `sampling_options` has added out of `options`, as fields of `SamplingParams`: only what was given."""
+    taken = {name: options.pop(name) for name in _SAMPLING_NAMES}
+    return {name: value for name, value in taken.items() if value is not None and value != ()}
+
+
+def _add(command: Any, *options: Any) -> Any:
+    for option in reversed(options):  # a decorator further down is listed later
+        command = option(command)
+    return command
+
+
+def check_executor(context: click.Context) -> None:
+    """Refuse options that belong to another executor than the one that was chosen.
+
+    Raises:
+        click.UsageError: Names the value and the remedy.
+    """
+    executor, address = context.params["executor"], context.params["ray_address"]
+    if address is not None and executor != "ray":
+        raise click.UsageError(f"--ray-address {address} needs --executor ray, but it is {executor!r}.", context)
+    is_given = context.get_parameter_source("start_method") is not ParameterSource.DEFAULT
+    if executor == "ray" and is_given:
+        method = context.params["start_method"]
+        raise click.UsageError(
+            f"--start-method {method} is for --executor mp: with ray, Ray starts the processes; leave it out.",
+            context,
+        )
+
+
+def find_model(given: str | None) -> str | None:
+    """A folder as given, the folder of a bundled model by name, or None for the default one."""
+    if given is None or Path(given).exists():
+        return given
+    from mpexec.models import bundled_models
+
+    by_name = {model.name: str(model.path) for model in bundled_models()}
+    return by_name.get(given, given)

@@ -1,0 +1,225 @@
+"""`mpexec bench`: percentiles, tables, the picture, and what is printed when a run ends early. No rank starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from mpexec.cli.figures import Level, Setting, in_milliseconds, percentile, print_json, print_table
+from mpexec.cli.loading import Loading
+from mpexec.cli.measure import Bench
+from mpexec.config import EngineConfig
+from mpexec.engine.engine import GenerationOutput
+
+SETTING = Setting("kjv-small", 2, "mp", 8, 4)
+KEYS = [
+    "model", "tp", "executor", "prompt_tokens", "new_tokens", "concurrency", "requests", "complete", "seconds",
+    "tokens", "tokens_per_second", "first_token_ms", "between_tokens_ms", "whole_request_ms",
+]  # fmt: skip
+
+
+def level(concurrency: int = 2, *, answered: int = 4) -> Level:
+    """Four requests of four tokens in two seconds, of which some are answered."""
+    made = Level(concurrency, requests=4, began=10.0, ended=12.0, tokens=16)
+    made.first_token_s = [0.1, 0.2, 0.3, 0.4]
+    made.inter_token_s = [0.01] * 12
+    made.end_to_end_s = [1.0] * answered
+    return made
+
+
+def test_percentiles_lie_between_the_values_around_them() -> None:
+    assert percentile([3.0], 99) == 3.0
+    assert percentile([1.0, 2.0, 3.0], 50) == 2.0
+    assert percentile([0.0, 10.0], 90) == pytest.approx(9.0)
+    assert percentile([float(n) for n in range(101)], 99) == pytest.approx(99.0)
+    assert in_milliseconds([0.3, 0.1]) == {50: pytest.approx(200), 90: pytest.approx(280), 99: pytest.approx(298)}
+    assert in_milliseconds([]) == {50: None, 90: None, 99: None}
+
+
+def test_json_has_one_object_for_a_level(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json(SETTING, level())
+    (line,) = capsys.readouterr().out.splitlines()
+    figures = json.loads(line)
+    assert list(figures) == KEYS
+    assert figures["tokens_per_second"] == 8.0
+    assert figures["first_token_ms"] == {"p50": 250.0, "p90": 370.0, "p99": 397.0}
+    assert figures["complete"] is True
+
+
+def test_a_piped_table_has_one_word_in_each_column(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(SETTING, [level(1), level(2, answered=3)])
+    header, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert len(header) == len(first) == len(second) == 12
+    row = dict(zip(header, second, strict=True))
+    assert row["concurrency"] == "2"
+    assert row["requests"] == "3/4"
+    assert row["tokens/s"] == "8.0"
+    assert row["first-token-p50-ms"] == "250"
+    assert row["between-tokens-p99-ms"] == "10.0"
+
+
+def test_a_terminal_gets_the_model_and_groups_of_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it as being at a terminal
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    import click
+
+    @click.command
+    def shown() -> None:
+        print_table(SETTING, [level()])
+
+    text = CliRunner().invoke(shown).output
+    assert "kjv-small, TP 2, 8 prompt tokens, 4 new tokens" in text
+    assert "250 / 370 / 397" in text
+
+
+def test_nothing_between_tokens_where_there_is_one_token(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = level()
+    alone.inter_token_s = []
+    print_table(SETTING, [alone])
+    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert dict(zip(header, row, strict=True))["between-tokens-p50-ms"] == "-"
+
+
+DRAW = """
+import sys
+from pathlib import Path
+from test_bench_figures import SETTING, level
+from mpexec.cli.plot import draw
+from PIL import Image
+
+for number, levels in enumerate([[level(1), level(4), level(64)], [level(3)]]):
+    file = Path(sys.argv[1], f"{number}.png")
+    draw(SETTING, levels, file)
+    with Image.open(file) as picture:
+        print(picture.format, picture.size)
+"""
+
+
+@pytest.mark.slow
+def test_the_picture_of_many_levels_or_one_is_large_enough_to_read(tmp_path: Path) -> None:
+    """In a process of its own: matplotlib keeps its fonts open."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    environment["MPLCONFIGDIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", DRAW, str(tmp_path)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stdout.splitlines() == ["PNG (1650, 750)"] * 2, done.stderr
+
+
+# -- a whole run, with an engine that answers at once ------------------------------------------------------------------
+
+
+class Counting:
+    """An engine that counts what runs together; `hang_at` requests have begun, it answers nobody any more."""
+
+    def __init__(self, hang_at: int | None = None) -> None:
+        self.begun = self.running = self.most = 0
+        self.hang_at = hang_at
+        self.hung = asyncio.Event()
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def generate(self, prompt: tuple[int, ...], params: Any) -> AsyncIterator[GenerationOutput]:
+        self.begun += 1
+        self.prompts.append(prompt)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            for token in range(params.max_new_tokens):
+                await asyncio.sleep(0)
+                if self.hang_at is not None and self.begun > self.hang_at:
+                    self.hung.set()
+                    await asyncio.Event().wait()
+                last = token + 1 == params.max_new_tokens
+                yield GenerationOutput("x", (token,), "length" if last else None, prompt)
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts an engine in place of a loaded one, and gives the limits that it would have been loaded with."""
+    configs: list[EngineConfig] = []
+
+    def engine_of(engine: Counting) -> list[EngineConfig]:
+        @asynccontextmanager
+        async def engine_async(self: Loading, config: EngineConfig) -> AsyncIterator[Counting]:
+            configs.append(config)
+            yield engine
+
+        monkeypatch.setattr(Loading, "engine_async", engine_async)
+        return configs
+
+    return engine_of
+
+
+def bench(**changes: Any) -> Bench:
+    options: dict[str, Any] = {
+        "tp": 2, "prompt_tokens": 8, "max_new_tokens": 4, "concurrency": (1, 3), "requests": 5, "seed": 1,
+        "as_json": True, "picture": None, "executor": "mp", "ray_address": None, "start_method": "spawn",
+        "verbose": False,
+    }  # fmt: skip
+    return Bench.prepare(None, **{**options, **changes})
+
+
+async def test_each_level_runs_so_many_requests_at_a_time(engine_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Counting()
+    engine_of(engine)
+    await bench().run_async()
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["concurrency"], first["requests"], first["tokens"]) == (1, 5, 20)
+    assert (second["concurrency"], second["requests"], second["tokens"]) == (3, 5, 20)
+    assert engine.most == 3
+    assert engine.begun == 3 + 5 + 5  # the first three warm up
+    assert {len(prompt) for prompt in engine.prompts} == {8}
+
+
+async def test_the_same_seed_sends_the_same_prompts(engine_of: Any) -> None:
+    sent = []
+    for seed in (1, 1, 2):
+        engine = Counting()
+        engine_of(engine)
+        await bench(seed=seed).run_async()
+        sent.append(engine.prompts)
+    assert sent[0] == sent[1] != sent[2]
+
+
+async def test_the_engine_has_room_for_the_largest_level_and_no_more(engine_of: Any) -> None:
+    configs = engine_of(Counting())
+    await bench(concurrency=(2, 6)).run_async()
+    (config,) = configs
+    assert (config.max_slots, config.max_length) == (6, 12)
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
+async def test_a_run_that_is_cancelled_prints_what_was_measured_until_then(
+    as_json: bool, engine_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Counting(hang_at=3 + 5 + 3)  # in the second level, with three requests answered or under way
+    engine_of(engine)
+    run = asyncio.create_task(bench(as_json=as_json).run_async())
+    await engine.hung.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    lines = capsys.readouterr().out.splitlines()
+    if as_json:
+        first, second = (json.loads(line) for line in lines)
+        assert (first["complete"], second["complete"]) == (True, False)
+        assert 0 < second["requests"] < 5
+        assert 4 * second["requests"] <= second["tokens"] < 20
+    else:
+        _, first_row, second_row = (line.split() for line in lines)
+        assert first_row[1] == "5"
+        assert second_row[1].endswith("/5")
+    assert engine.running == 0

@@ -1,0 +1,286 @@
+"""Every option of every command arrives where it is used, and bad ones are one line and exit code 2.
+
+No rank starts: what a command would run is replaced, and it is looked at what it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from mpexec.cli import app
+from mpexec.cli.loading import Loading
+from mpexec.config import EngineConfig
+from mpexec.errors import ConfigError
+from mpexec.models import default_model_path
+
+Given = dict[str, Any]
+Case = tuple[list[str], str, Any]  # options, the value's name, the value
+
+
+class Taken(Exception):
+    """The command has got as far as to what it would run."""
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self.given = given
+
+
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Given]:
+    """Runs a command up to what it would run, and gives what that was given."""
+
+    def raise_taken(*args: Any, **given: Any) -> Any:
+        given.update(given.pop("sampling", {}))
+        raise Taken({**given, "args": args})
+
+    from mpexec.cli.job import Job
+    from mpexec.cli.measure import Bench
+
+    monkeypatch.setattr(Job, "prepare", raise_taken)
+    monkeypatch.setattr(Bench, "prepare", raise_taken)
+    monkeypatch.setattr("mpexec.cli.run.launch_job", lambda job: raise_taken(**vars_of(job)))
+    monkeypatch.setattr(
+        "mpexec.http.server.bind", lambda host, port: contextlib.nullcontext({"host": host, "port": port})
+    )
+    monkeypatch.setattr(
+        "mpexec.cli.serve._serve_async", lambda sock, model, **given: raise_taken(model, **sock, **given)
+    )
+
+    def take(*words: str) -> Given:
+        with pytest.raises(Taken) as taken:
+            app.group.main(list(words), prog_name="mpexec", standalone_mode=False)
+        return taken.value.given
+
+    return take
+
+
+def vars_of(job: Any) -> Given:
+    return {name: getattr(job, name) for name in job.__dataclass_fields__}
+
+
+def of_model(*positional: int) -> list[Case]:
+    """The options that all commands with a model have; the model itself is a positional argument of what they run."""
+    return [
+        (["--model", "/some/folder"], f"args {positional[0]}", "/some/folder"),
+        (["--model", default_model_path().name], f"args {positional[0]}", str(default_model_path())),
+        (["--tp", "4"], "tp", 4),
+        (["--start-method", "forkserver"], "start_method", "forkserver"),
+        (["--verbose"], "verbose", True),
+        (["-v"], "verbose", True),
+    ]
+
+
+OF_EXECUTOR: list[Case] = [
+    (["--executor", "ray"], "executor", "ray"),
+    (["--executor", "ray", "--ray-address", "10.0.0.1:6379"], "ray_address", "10.0.0.1:6379"),
+]
+ARGUMENTS = {"generate": ["In the beginning"], "bench": [], "serve": [], "run": ["--no-python", "true"]}
+CASES: dict[str, list[Case]] = {
+    "generate": [
+        *of_model(1),
+        *OF_EXECUTOR,
+        (["--max-new-tokens", "3"], "max_new_tokens", 3),
+        (["--temperature", "0.5"], "temperature", 0.5),
+        (["--seed", "7"], "seed", 7),
+        (["--top-k", "40"], "top_k", 40),
+        (["--top-p", "0.9"], "top_p", 0.9),
+        (["--min-p", "0.05"], "min_p", 0.05),
+        (["--repetition-penalty", "1.1"], "repetition_penalty", 1.1),
+        (["--stop", ".", "--stop", "\\n"], "stop", (".", "\n")),
+        (["--ignore-eos"], "ignore_eos", True),
+        (["--no-stream"], "stream", False),
+        (["--stream"], "stream", True),
+        (["--json"], "as_json", True),
+        (["--engine-process"], "engine_process", True),
+    ],
+    "bench": [
+        *of_model(0),
+        *OF_EXECUTOR,
+        (["--prompt-tokens", "5"], "prompt_tokens", 5),
+        (["--max-new-tokens", "6"], "max_new_tokens", 6),
+        (["--concurrency", "8,1, 2,8"], "concurrency", (1, 2, 8)),
+        (["--requests", "9"], "requests", 9),
+        (["--seed", "7"], "seed", 7),
+        (["--json"], "as_json", True),
+    ],
+    "serve": [
+        *of_model(0),
+        (["--host", "0.0.0.0"], "host", "0.0.0.0"),
+        (["--port", "0"], "port", 0),
+        (["--served-model-name", "kjv"], "served_model_name", "kjv"),
+        (["--max-slots", "3"], "max_slots", 3),
+        (["--max-queue", "4"], "max_queue", 4),
+        (["--max-length", "128"], "max_length", 128),
+        (["--drain-timeout", "0.5"], "drain_timeout", 0.5),
+        (["--stall-timeout", "0"], "stall_timeout", 0.0),
+    ],
+    "run": [
+        (["--nproc-per-node", "3"], "nproc", 3),
+        (["--nnodes", "2"], "nnodes", 2),
+        (["--nnodes", "2", "--node-rank", "1"], "node_rank", 1),
+        (["--master-addr", "10.0.0.1"], "master_addr", "10.0.0.1"),
+        (["--master-port", "12345"], "master_port", 12345),
+        (["--standalone"], "master_port", None),
+        (["--rdzv-backend", "c10d"], "master_port", None),
+        (["--rdzv-endpoint", "10.0.0.2:99"], "master_addr", "10.0.0.2"),
+        (["--rdzv-id", "mine"], "run_id", "mine"),
+        (["--role", "trainer"], "role", "trainer"),
+        (["--max-restarts", "2"], "max_restarts", 2),
+        (["--log-dir", "logs"], "log_dir", "logs"),
+        (["--redirects", "3"], "redirects", {0: 3}),
+        (["--tee", "1"], "tee", {0: 1}),
+        (["--nproc-per-node", "3", "--local-ranks-filter", "0,2"], "shown", frozenset({0, 2})),
+        (["--shutdown-timeout", "1.5"], "grace", 1.5),
+        (["--signals-to-handle", "SIGTERM,SIGINT"], "signals", (signal.SIGTERM, signal.SIGINT)),
+        (["--env", "A=1", "--env", "B=2"], "env", {"A": "1", "B": "2"}),
+    ],
+}
+ELSEWHERE = {
+    "generate": {"--prompts"},  # tests/e2e/test_cli.py
+    "bench": {"--plot"},  # test_bench_figures.py
+    "run": {"--module", "--no-python"},  # tests/e2e/test_run.py
+    "models": {"--json"},  # tests/e2e/test_cli.py
+    "doctor": {"--json"},  # test_doctor.py
+    "ps": {"--json"},  # tests/e2e/test_inspection_commands.py
+    "stack": {"--json"},  # tests/e2e/test_inspection_commands.py
+}
+
+
+@pytest.mark.parametrize(
+    "command, words, name, value",
+    [(command, *case) for command, cases in CASES.items() for case in cases],
+    ids=[f"{command} {' '.join(case[0])}" for command, cases in CASES.items() for case in cases],
+)
+def test_an_option_arrives(take: Callable[..., Given], command: str, words: list[str], name: str, value: Any) -> None:
+    given = take(command, *words, *ARGUMENTS[command])
+    place = re.fullmatch(r"args (\d)", name)
+    assert (given["args"][int(place[1])] if place else given[name]) == value
+
+
+def shown_options() -> dict[str, set[str]]:
+    """The long names of the options that `--help` shows, by command."""
+    context = click.Context(app.group)
+    found = {}
+    for name in app.group.list_commands(context):
+        command = app.group.get_command(context, name)
+        assert command is not None
+        options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+        found[name] = {option.opts[0] if option.opts[0].startswith("--") else option.opts[-1] for option in options}
+    return found
+
+
+def test_every_option_in_help_has_a_test() -> None:
+    for command, options in shown_options().items():
+        tested = {word for words, _, _ in CASES.get(command, []) for word in words if word.startswith("--")}
+        assert {name.replace("_", "-") for name in options} - tested - ELSEWHERE.get(command, set()) == set(), command
+
+
+def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callable[..., Given]) -> None:
+    given = take("generate", "In the beginning")
+    assert not {"top_k", "top_p", "min_p", "repetition_penalty", "stop"} & set(given)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+BAD = [
+    ("generate --top-k -1 x", "'--top-k': -1"),
+    ("generate --top-k many x", "'many'"),
+    ("generate --top-p 0 x", "'--top-p': '0'"),
+    ("generate --top-p 1.5 x", "at most 1"),
+    ("generate --min-p -0.1 x", "'--min-p': '-0.1'"),
+    ("generate --min-p nan x", "'nan'"),
+    ("generate --repetition-penalty 0 x", "above 0"),
+    ("generate --stop= x", "'' is empty"),
+    ("generate --executor slurm x", "'slurm'"),
+    ("generate --ray-address auto x", "needs --executor ray"),
+    ("bench --concurrency 0", "'0' is no list"),
+    ("bench --concurrency 1,,2", "for example 1,4,16"),
+    ("bench --concurrency 1,-2", "'1,-2'"),
+    ("bench --concurrency 4096", "1024"),
+    ("bench --requests 0", "'--requests': 0"),
+    ("bench --prompt-tokens 0", "'--prompt-tokens': 0"),
+    ("bench --max-new-tokens none", "'none'"),
+    ("bench --prompt-tokens 1000 --max-new-tokens 1000", "1024 tokens that kjv-small allows"),
+    ("bench --tp 3", "3 ranks"),
+    ("bench --model /no/such/folder", "/no/such/folder"),
+    ("bench --plot speed.pdf", "ends in .png"),
+    ("bench --plot /no/such/folder/speed.png", "cannot be written"),
+    ("bench an-argument", "an-argument"),
+    ("doctor --fix", "--fix"),
+    ("doctor now", "now"),
+    ("ps 12", "12"),
+    ("stack", "PID"),
+    ("stack 0", "0 is not in the range"),
+    ("stack init", "'init'"),
+    ("stack 1", "MPEXEC_INSPECT=1"),
+    ("completion", "bash|zsh|fish"),
+    ("completion tcsh", "'tcsh'"),
+    ("serve --max-slots 0", "'--max-slots': 0"),
+    ("serve --drain-timeout -1", "'-1'"),
+    ("no-such-command", "no-such-command"),
+]
+
+
+@pytest.mark.parametrize("words, told", BAD, ids=[words for words, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def never(self: Loading, config: EngineConfig) -> Any:
+        raise AssertionError("ranks would start")
+
+    monkeypatch.setattr(Loading, "engine_async", never)
+    monkeypatch.setattr("mpexec.cli.bench.find_spec", lambda name: object())
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert app.run(words.split()) == 2
+    shown, complaint = capsys.readouterr()
+    assert shown == ""
+    (line,) = complaint.splitlines()
+    assert line.startswith("mpexec: ")
+    assert told in line
+
+
+def test_a_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpexec.cli.bench import check_picture
+
+    monkeypatch.setattr("mpexec.cli.bench.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'mpexec\[plot\]'"):
+        check_picture("speed.png")
+
+
+# -- completion --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "typed, offered",
+    [
+        ("mpexec gen", ["generate"]),
+        ("mpexec s", ["serve", "stack"]),
+        ("mpexec generate --to", ["--top-k", "--top-p"]),
+        ("mpexec bench --executor r", ["ray"]),
+        ("mpexec completion f", ["fish"]),
+    ],
+)
+def test_a_shell_is_offered_commands_options_and_values(
+    typed: str, offered: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_MPEXEC_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert app.run(None) == 0
+    assert [line.removeprefix("plain,") for line in capsys.readouterr().out.splitlines()] == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_of_a_shell_asks_this_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert f"_MPEXEC_COMPLETE={shell}_complete" in script
+    assert "mpexec" in script
