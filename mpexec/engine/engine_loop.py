@@ -23,11 +23,12 @@ from mpexec.errors import (
     EngineStoppedError,
     ExecutorBrokenError,
     ExecutorStoppedError,
+    MpexecError,
     QueueFullError,
     TransportError,
     attach_others,
 )
-from mpexec.tasks import TaskOwner, TaskSet
+from mpexec.tasks import TaskOwner, TaskSet, cancel_async_tasks
 
 if TYPE_CHECKING:
     from mpexec.executor.base import Executor
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RATE_WINDOW_S = 10.0
+_LAST_STEPS_SHARE = 0.3  # of the executor's stop timeout, for the steps in flight when the engine stops
 
 
 @dataclass(slots=True)
@@ -164,8 +166,30 @@ class EngineLoop(TaskOwner):
     async def _run_executor(self) -> None:
         await self._executor.start_async()
         self._executor_started.set()
-        await self._executor.wait_tasks()
+        waiting = asyncio.create_task(self._executor.wait_tasks(), name="EngineLoop.wait_executor")
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            await self._let_steps_end()
+            raise
+        finally:
+            await cancel_async_tasks([waiting])  # the last to wait: this stops the executor
         raise ExecutorStoppedError("the executor was stopped while the engine was using it; stop the engine instead")
+
+    async def _let_steps_end(self) -> None:
+        """Take the outputs of the steps in flight, within a bound, before a plain stop reaches the ranks.
+
+        Each rank stops wherever it is between two steps: one that is ahead would wait in a collective of the next step
+        for one that is behind.
+        """
+        if self._started.failure is not None:
+            return
+        try:
+            async with asyncio.timeout(self._executor.spec.stop_timeout * _LAST_STEPS_SHARE):
+                while self.scheduler.in_flight:
+                    self.scheduler.complete(await self._next_output())
+        except (TimeoutError, MpexecError) as error:
+            logger.debug("the steps in flight did not end: %r", error)
 
     async def _preprocess_loop(self) -> None:
         while True:

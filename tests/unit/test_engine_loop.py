@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -59,6 +60,8 @@ class CountingAgent(ModelAgent):
 
 class InProcessExecutor:
     """The face of an executor around one agent on this loop; notes the order of its verbs."""
+
+    spec = SimpleNamespace(stop_timeout=1.0)
 
     def __init__(self) -> None:
         self.agent = CountingAgent()
@@ -246,12 +249,22 @@ async def test_after_a_failure_siblings_end_then_the_executor_stops_then_release
 
     alive_at_stop: list[list[str]] = []
     stack.executor.before_stop = lambda: alive_at_stop.append(siblings())
-    assert len(siblings()) == 4
+    assert len(siblings()) == 5
     stack.executor.lose(OSError("rank lost"))
     with pytest.raises(OSError, match="rank lost"):
         await stack.loop.wait_tasks()
     assert stack.executor.verbs == ["start", "stop", "release"]
     assert alive_at_stop == [[]]
+
+
+async def test_the_steps_in_flight_end_before_a_stop_reaches_the_ranks(stack: Stack) -> None:
+    in_flight: list[int] = []
+    stack.executor.before_stop = lambda: in_flight.append(stack.loop.scheduler.in_flight)
+    request = stack.post(1, new=50)
+    await request.receive_async()
+    assert stack.loop.scheduler.in_flight > 0
+    await stack.loop.stop_async()
+    assert in_flight == [0]
 
 
 async def test_errors_of_the_clean_up_neither_hide_the_root_cause_nor_skip_the_release(stack: Stack) -> None:

@@ -403,7 +403,7 @@ def test_only_running_requests_without_steps_are_a_stall() -> None:
     now = [0.0]
     counts = SimpleNamespace(steps=0, running=0)
     engine: Any = SimpleNamespace(
-        health=lambda: SimpleNamespace(ok=True, state="running", reason=None), metrics=lambda: counts
+        health=lambda: SimpleNamespace(ok=True, state="running", reason=None, ranks=()), metrics=lambda: counts
     )
     check = HealthCheck(engine, 10.0, clock=lambda: now[0])
     for second, steps, running, ok in (
