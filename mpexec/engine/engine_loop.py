@@ -184,10 +184,11 @@ class EngineLoop(TaskOwner):
         """
         if self._started.failure is not None:
             return
+        last = self.scheduler.next_step_id - 1
         try:
             async with asyncio.timeout(self._executor.spec.stop_timeout * _LAST_STEPS_SHARE):
-                while self.scheduler.in_flight:
-                    self.scheduler.complete(await self._next_output())
+                while self.scheduler.in_flight and (await self._executor.get_output_async()).step_id < last:
+                    pass
         except (TimeoutError, MpexecError) as error:
             logger.debug("the steps in flight did not end: %r", error)
 
@@ -230,10 +231,14 @@ class EngineLoop(TaskOwner):
             output = await self._next_output()
             self.telemetry.received(output.step_id)
             self.counters.steps += 1
-            if not self._outbox.empty():
-                # An output that is there at once does not suspend this task; callers and cancellations need their turn.
-                await asyncio.sleep(0)
-            self._outbox.put_nowait(self.scheduler.complete(output))
+            try:
+                if not self._outbox.empty():
+                    # An output that is there at once does not suspend this task, and callers and cancellations need
+                    # their turn.
+                    await asyncio.sleep(0)
+            finally:  # also where a stop comes just then: the step is no longer in flight
+                progress = self.scheduler.complete(output)
+            self._outbox.put_nowait(progress)
 
     async def _next_output(self) -> StepOutput:
         """The output of the oldest step in flight."""

@@ -158,6 +158,8 @@ def test_200_callers_that_read_dawdle_leave_and_cancel_get_all_that_is_theirs(se
 
         async def main() -> None:
             async with engine:
+                async for _ in engine.generate((1,), SamplingParams(max_new_tokens=1)):
+                    pass  # now all tasks of the engine run
                 tasks = asyncio.all_tasks()
                 async with asyncio.timeout(60):
                     answers = await serve(engine, callers)

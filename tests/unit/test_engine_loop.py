@@ -258,13 +258,14 @@ async def test_after_a_failure_siblings_end_then_the_executor_stops_then_release
 
 
 async def test_the_steps_in_flight_end_before_a_stop_reaches_the_ranks(stack: Stack) -> None:
-    in_flight: list[int] = []
-    stack.executor.before_stop = lambda: in_flight.append(stack.loop.scheduler.in_flight)
+    left: list[int] = []
+    queues = stack.agent._inputs, stack.agent._prepared, stack.agent._outputs
+    stack.executor.before_stop = lambda: left.append(sum(queue.qsize() for queue in queues))
     request = stack.post(1, new=50)
     await request.receive_async()
     assert stack.loop.scheduler.in_flight > 0
     await stack.loop.stop_async()
-    assert in_flight == [0]
+    assert left == [0]
 
 
 async def test_errors_of_the_clean_up_neither_hide_the_root_cause_nor_skip_the_release(stack: Stack) -> None:
