@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import signal
 import tempfile
@@ -20,8 +21,26 @@ pytest_plugins = ["pytester"]
 _folder = leaks.mark_session()
 
 
+# Variants whose siblings show the same within the time that a change may take; `tools/test --all` runs them all.
+SLOW_VARIANTS = re.compile(
+    r"""on_ray/test_nodes
+    | contract/test_lifecycle\.py::.*\[.*ray       # nearly each starts ranks of its own, which takes Ray a second
+    | e2e/test_causal_lm_tokens\.py::test_tokens_equal.*\[(qwen2|qwen3-|mistral|bundled-1)
+    | e2e/test_cli_ray\.py::test_the_answers
+    | faults/test_matrix\.py::test_.*_fails_the_start\[.*-rank0-
+    | faults/test_drivers\.py::test_a_program_that_ends_without_release.*\[.*-spawn
+    | faults/test_drivers\.py::test_a_fork_of_the_program_can_end_as_it_likes\[(del|sys_exit)
+    """,
+    re.VERBOSE,
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a Ray cluster in this process comes last: nothing else is to run in a process that has one."""
+    for item in items:
+        if SLOW_VARIANTS.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
     items.sort(
         key=lambda item: getattr(item, "callspec", None) is not None and item.callspec.params.get("kind") == "ray"
     )

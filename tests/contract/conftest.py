@@ -101,15 +101,6 @@ def end_jobs() -> None:
             _jobs.remove((executor, workers))
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The lifecycle on Ray is slow: nearly each of its tests starts ranks of its own, which takes Ray a second."""
-    for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec is not None and item.path.name == "test_lifecycle.py" and callspec.params.get("kind") == "ray":
-            item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(autouse=True)
 def ended_jobs() -> Iterator[None]:
     """What a test has released is gone when it ends."""
