@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -87,7 +86,6 @@ class PhaseFailed(Exception):
         reason: Why it was skipped or expected to fail, or the text of the exception.
         report: The rank's own report, as `pytest_report_to_serializable` gives it; None where there is none.
         notes: As for a phase that passes.
-        at_ns: `time.monotonic_ns()` of the failure.
     """
 
     rank: int
@@ -96,7 +94,6 @@ class PhaseFailed(Exception):
     reason: str
     report: dict[str, Any] | None
     notes: Notes
-    at_ns: int
 
     def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
         super().__init__(message, facts)
@@ -121,7 +118,6 @@ class PhaseFailed(Exception):
                 "reason": reason,
                 "report": report,
                 "notes": notes,
-                "at_ns": time.monotonic_ns(),
             },
         )
 

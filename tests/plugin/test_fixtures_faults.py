@@ -330,6 +330,15 @@ def test_a_fault_that_does_not_come_is_named(mp_executor: Make, faults: Faults) 
         faults.wait(timeout=0.01)
 
 
+def test_a_rank_that_has_ended_is_sent_no_signal(mp_executor: Make, faults: Faults) -> None:
+    executor = mp_executor(Agent)
+    faults.kill(1)
+    faults.wait(timeout=PATIENCE_S)
+    for kind in ("kill", "stop", "segv"):
+        with pytest.raises(ConfigError, match=rf"{kind}\(1\): that rank \(pid {executor.pids[1]}\) is gone already"):
+            getattr(faults, kind)(1)
+
+
 def test_an_exception_that_cannot_travel_is_refused(mp_executor: Make, faults: Faults) -> None:
     mp_executor(Agent)
     with pytest.raises(SerializationError):
