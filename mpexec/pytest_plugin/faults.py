@@ -95,7 +95,7 @@ class Faults:
     def _give(self, kind: str, rank: int, point: dict[str, Any], **facts: Any) -> Fault:
         executor, facts = _checked(kind, rank, **point), {**point, **facts}
         facts.pop("executor", None)
-        fault = Fault(len(self._given) + 1, kind, rank, **facts, report_to=self._path())
+        fault = Fault(len(self._given) + 1, kind, rank, **facts, report_to=self._path(), pipe=os.readlink(self._path()))
         target = executor or self._living()
         if target is None:
             if not fault.point:
