@@ -79,6 +79,12 @@ GOOD = """
     def test_sizes(world_size, rank):
         assert total(1) == world_size
 
+    def test_stores_listen_on_this_machine_only():
+        # of all that listens: the address before the port, and 0A for listening
+        rows = [line.split()[1:4:2] for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        assert [address for address, state in rows if state == "0A" and address.endswith(port)] == ["0100007F" + port]
+
     def test_own_group(rank, world_size):
         dist.destroy_process_group()
         dist.init_process_group("gloo")
@@ -123,6 +129,10 @@ GOOD = """
 
     def test_warns(rank):
         warnings.warn("careful, you")
+
+    def test_warns_by_a_module_that_only_ranks_may_load(rank):
+        import only_ranks
+        warnings.warn("rather slow", only_ranks.SlowWarning)
 
     def test_properties(record_property, rank):
         record_property("speed", rank + 5)
@@ -233,12 +243,22 @@ ELSEWHERE = """
         pass
 """
 
+ONLY_RANKS = """
+    import os
+
+    if "RANK" not in os.environ:
+        raise RuntimeError("no GPU in the driver")
+
+    class SlowWarning(Warning):
+        pass
+"""
+
 
 @pytest.fixture
 def ran(run: Callable[..., Any]) -> Any:
     example = (ROOT / "examples" / "test_ranks.py").read_text()
     files = {"conftest": CONFTEST, "test_good": GOOD, "test_bad": BAD, "test_else": ELSEWHERE, "test_example": example}
-    return run("-W", "default", **files)
+    return run("-W", "default", **files, only_ranks=ONLY_RANKS)
 
 
 def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any) -> None:
@@ -295,6 +315,7 @@ def check_summaries(ran: Any) -> None:
     assert re.search(r"^XFAIL test_bad.py::test_xfail - known", ran.out, re.M)
     assert re.search(r"^XPASS test_bad.py::test_xpass\b", ran.out, re.M)
     assert "careful, you" in ran.out and "test_good.py::test_warns" in ran.out
+    assert "UserWarning: SlowWarning: rather slow" in ran.out
     assert (
         "rank 1: assert [1, 1] == [0, 1]" in ran.messages["test_one_fails"].replace("\n", " ")
         or "rank 1: " in ran.messages["test_one_fails"]
