@@ -22,9 +22,7 @@ def test_an_expected_failure_hides_no_failure_and_no_lost_rank() -> None:
     for other in (failed("failed", 1), WorkerDiedError("rank 1 was killed by SIGSEGV", rank=1)):
         first = failed("xfailed")
         attach_others(first, [other])
-        with pytest.raises(
-            (RanksFailed, pytest.xfail.Exception)
-        ) as caught:  # the latter would hide this test's failure
+        with pytest.raises((RanksFailed, pytest.xfail.Exception)) as caught:  # which would hide a failure
             judge(first, 2)
         assert isinstance(caught.value, RanksFailed)
         assert other in (*caught.value.failures, *caught.value.others)
