@@ -47,6 +47,7 @@ class Phase:
         nodeid: The test; `path` is its file.
         next_nodeid: The test that comes next on these ranks, whose fixtures stay; None where none does.
         seconds: What is left for the test, None where there is no limit.
+        skipped: The teardown of a test that the driver has skipped, without any setup here.
     """
 
     when: When
@@ -56,6 +57,7 @@ class Phase:
     next_nodeid: str | None = None
     next_path: str | None = None
     seconds: float | None = None
+    skipped: bool = False
 
 
 @dataclass(slots=True)

@@ -19,6 +19,10 @@ CONFTEST = """
 
     made = []
 
+    def pytest_sessionfinish(session):
+        if "RANK" in os.environ:
+            raise RuntimeError("no end of the session")
+
     @pytest.fixture(scope="session")
     def model(rank, world_size):
         made.append("session")
@@ -243,6 +247,47 @@ ELSEWHERE = """
         pass
 """
 
+SKIPPED = """
+    import pytest
+    import torch.distributed as dist
+
+    pytestmark = pytest.mark.ranks(2)
+
+    @pytest.fixture(scope="class")
+    def asserts_at_its_end():
+        yield
+        dist.barrier()
+        assert 1 == 2
+
+    @pytest.fixture(scope="class")
+    def fails_at_its_end():
+        yield
+        pytest.fail("a bad end")
+
+    class TestAsserts:
+        def test_uses_it(self, asserts_at_its_end):
+            pass
+
+        @pytest.mark.skip(reason="behind it")
+        def test_first_behind_it(self):
+            pass
+
+        @pytest.mark.skip(reason="behind it")
+        def test_last_behind_it(self):
+            pass
+
+    class TestFails:
+        def test_uses_it_too(self, fails_at_its_end):
+            pass
+
+        @pytest.mark.skipif("True", reason="behind it")
+        def test_behind_it_too(self):
+            pass
+
+    def test_behind_them(rank):
+        dist.barrier()
+"""
+
 ONLY_RANKS = """
     import os
 
@@ -258,7 +303,7 @@ ONLY_RANKS = """
 def ran(run: Callable[..., Any]) -> Any:
     example = (ROOT / "examples" / "test_ranks.py").read_text()
     files = {"conftest": CONFTEST, "test_good": GOOD, "test_bad": BAD, "test_else": ELSEWHERE, "test_example": example}
-    return run("-W", "default", **files, only_ranks=ONLY_RANKS)
+    return run("-W", "default", **files, test_skipped=SKIPPED, only_ranks=ONLY_RANKS)
 
 
 def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any) -> None:
@@ -279,6 +324,9 @@ def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any
         "test_debugger": "failed",
         "test_odd_exception": "failed",
         "test_elsewhere": "error",
+        "test_first_behind_it": "skipped",
+        "test_last_behind_it": "skipped",
+        "test_behind_it_too": "skipped",
     }
     assert {name: outcome for name, outcome in ran.outcomes.items() if outcome != "passed"} == bad, ran.out
     assert "test_a_matrix_split_by_columns_gives_the_whole_product[4ranks-3]" in ran.outcomes, "the example"
@@ -302,6 +350,9 @@ def check_failures(ran: Any) -> None:
     assert "no start on" in ran.section("test_setup_error") and "no end" in ran.section("test_teardown_error")
     elsewhere = ran.section("test_elsewhere")
     assert "could not collect" in elsewhere and "ImportError: not on a rank" in elsewhere
+    assert "assert 1 == 2" in ran.section("TestAsserts.test_last_behind_it")
+    assert "a bad end" in ran.section("TestFails.test_behind_it_too")
+    assert re.search(r"ERRORS at the end of the ranks =+\nRuntimeError: no end of the session", ran.out), ran.out
     assert "no debugger can be used on a rank" in ran.section("test_debugger")
     assert "Unpicklable: odd" in ran.section("test_odd_exception")
     assert "mpexec/pytest_plugin" not in ran.out, "our own frames are no news"
