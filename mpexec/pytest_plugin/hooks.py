@@ -164,6 +164,7 @@ def _tell(session: pytest.Session, failures: list[str]) -> None:
     session.testsfailed += len(failures)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if failures and reporter is not None:
+        reporter.ensure_newline()
         reporter.write_sep("=", "ERRORS at the end of the ranks", red=True)
         reporter.write_line("\n".join(failures))
 
