@@ -20,6 +20,7 @@ from mpexec.pytest_plugin.hooks import (
     pytest_generate_tests,
     pytest_pycollect_makeitem,
     pytest_runtest_protocol,
+    pytest_runtest_teardown,
     pytest_runtestloop,
     pytest_unconfigure,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "pytest_generate_tests",
     "pytest_pycollect_makeitem",
     "pytest_runtest_protocol",
+    "pytest_runtest_teardown",
     "pytest_runtestloop",
     "pytest_unconfigure",
     "rank",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpexec.config import WorkerSpec
+from mpexec.deadline import Deadline
 from mpexec.errors import StartupError
 from mpexec.executor.base import make_spec
 from mpexec.executor.mp import MPExecutor
+from mpexec.messages import NOBODY_WAITS
 from mpexec.pytest_plugin.faults import Faults, bad_point
 
 logger = logging.getLogger(__name__)
+
+_NOTIFIED_S = 1.0  # for the calls by `notify` of one executor that are on their way when the test ends
 
 
 class ExecutorFactory:
@@ -64,22 +69,37 @@ class ExecutorFactory:
 
         Raises:
             BaseException: A background task or a notified call had failed, and neither `wait_tasks` nor any other call
-                has told the test. Where `faults` were meant for that executor, the failure is logged instead.
+                has told the test. Calls by `notify` that are on their way have a second to fail. Where `faults` were
+                meant for that executor, nothing is waited for, and the failure is logged instead.
         """
         self._made.close()
 
     def _finish(self, executor: MPExecutor) -> None:
+        expected = self._faults is not None and self._faults.concern(executor)
         try:
+            if not expected:
+                _await_notified(executor, Deadline.after(_NOTIFIED_S))
             failure = _unheard(executor)
         finally:
             executor.release()
         if failure is None:
             return
-        if self._faults is not None and self._faults.concern(executor):
+        if expected:
             logger.warning("background failure of an executor that had faults: %r", failure)
             return
         failure.add_note("nobody had heard of this background failure; a test that expects it awaits wait_tasks()")
         raise failure
+
+
+def _await_notified(executor: MPExecutor, deadline: Deadline) -> None:
+    """Wait for the calls whose values nobody wants: they may fail yet, and a release would drop that."""
+    for pending in executor._calls.in_flight():
+        if pending is executor._background or pending.waited or pending.reply_ranks not in ((), NOBODY_WAITS):
+            continue
+        over = threading.Event()
+        # Through the inbox, because the failure goes that way too, and before it.
+        pending.on_done(lambda _, over=over: executor._inbox.post(over.set))  # type: ignore[misc]
+        over.wait(deadline.remaining())
 
 
 def _unheard(executor: MPExecutor) -> BaseException | None:

@@ -17,7 +17,7 @@ from mpexec.executor.threads import in_thread
 from mpexec.processes.process import process_state
 from mpexec.pytest_plugin.misdeeds import Fault
 from mpexec.pytest_plugin.points import ArmedWorker, arm, commit
-from mpexec.transport.linux import OwnedFd, pidfd_open
+from mpexec.transport.linux import OwnedFd, pidfd_open, pidfd_send_signal
 
 _ARM_S = 30.0  # for the call that tells a rank of a fault: it answers unless it is busy
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}
@@ -95,7 +95,7 @@ class Faults:
     def _give(self, kind: str, rank: int, point: dict[str, Any], **facts: Any) -> Fault:
         executor, facts = _checked(kind, rank, **point), {**point, **facts}
         facts.pop("executor", None)
-        fault = Fault(len(self._given) + 1, kind, rank, **facts, report_to=self._path())
+        fault = Fault(len(self._given) + 1, kind, rank, **facts, report_to=self._path(), pipe=os.readlink(self._path()))
         target = executor or self._living()
         if target is None:
             if not fault.point:
@@ -120,12 +120,11 @@ class Faults:
         if fault.point:
             executor.collective_rpc(arm, args=(fault,), ranks=fault.rank, reply_ranks=(), timeout=_ARM_S)
         elif fault.kind in _SIGNALS:
-            pid = executor.pids[fault.rank]
-            try:
-                os.kill(pid, _SIGNALS[fault.kind])
-            except ProcessLookupError:
-                raise ConfigError(f"{fault}: that rank (pid {pid}) is gone already") from None
-            self._pids[fault.number] = pid
+            process = executor._group.processes[fault.rank]
+            if process.is_over():  # its number may be another process's by now
+                raise ConfigError(f"{fault}: that rank (pid {process.pid}) is gone already")
+            pidfd_send_signal(process.pidfd.fd, _SIGNALS[fault.kind])  # not as one of ours: it is to be news
+            self._pids[fault.number] = process.pid
         else:
             executor.notify(commit, args=(fault,), ranks=fault.rank)
 

@@ -7,15 +7,17 @@ import itertools
 import logging
 import os
 import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.outcomes import OutcomeException
 
 from mpexec.config import WorkerSpec
-from mpexec.errors import MpexecError
+from mpexec.errors import MpexecError, RPCTimeoutError, WorkerDiedError
 from mpexec.executor.base import State
 from mpexec.executor.mp import MPExecutor
 from mpexec.pytest_plugin.measuring import coverage_options
@@ -96,15 +98,24 @@ class WarmGroup:
         """What all ranks are doing."""
         return self.executor.rank_stacks()
 
-    def finish(self) -> None:
-        """End the sessions of the ranks in order, then the ranks. What a fixture raises there is logged."""
+    def finish(self) -> str:
+        """End the sessions of the ranks in order, then the ranks.
+
+        Returns:
+            What a fixture or hook raised there; "" if none did.
+        """
+        failure = ""
         if self.executor.state in _ALIVE:
             try:
                 self.executor.collective_rpc("finish", timeout=_FINISH_S)
-            except Exception as error:  # of users' fixtures and hooks: whatever it is, the ranks go
-                logger.warning("the end of the session failed on the ranks: %s: %s", type(error).__name__, error)
+            except (RPCTimeoutError, WorkerDiedError) as error:
+                logger.warning("the ranks did not come to the end of their session: %s", error)
+            except (Exception, OutcomeException) as error:  # of users' fixtures and hooks: whatever it is, the ranks go
+                failure = "".join(traceback.format_exception_only(error)).rstrip()
+                logger.warning("the end of the session failed on the ranks: %s", failure)
             self.executor.show_output()
         self.end()
+        return failure
 
     def end(self) -> None:
         """End the ranks as they are."""
@@ -119,12 +130,14 @@ class RankGroups:
 
     Attributes:
         fresh: No ranks run a second test.
+        failures: What was raised on ranks when they ended, after their last test.
     """
 
     def __init__(self, config: pytest.Config, timeout: float) -> None:
         self.timeout = timeout
         self._config = config
         self.fresh = bool(config.getoption("ranks_fresh"))
+        self.failures: list[str] = []
         self._numbers = itertools.count(1)
         self._warm: OrderedDict[Key, WarmGroup] = OrderedDict()
 
@@ -136,7 +149,7 @@ class RankGroups:
         """
         group = self._warm.pop(key, None)
         if group is not None and not group.usable:
-            group.finish()
+            self._finish(group)
             group = None
         if group is None:
             self._make_room(key[0])
@@ -147,12 +160,20 @@ class RankGroups:
 
     def _make_room(self, ranks: int) -> None:
         while self._warm and sum(size for size, _ in self._warm) + ranks > _MOST_RANKS:
-            self._warm.popitem(last=False)[1].finish()
+            self._finish(self._warm.popitem(last=False)[1])
+
+    def _finish(self, group: WarmGroup) -> None:
+        if failure := group.finish():
+            self.failures.append(failure)
+
+    def has(self, key: Key) -> bool:
+        """True if there are ranks that can run another test."""
+        return key in self._warm and self._warm[key].usable
 
     def done(self, group: WarmGroup) -> None:
         """A test has ended on these ranks; they are given up if they cannot, or are not to, run another."""
         if (self.fresh or not group.usable) and self._forget(group):
-            group.finish()
+            self._finish(group)
 
     def give_up(self, group: WarmGroup) -> None:
         """These ranks are lost, or still at a test that has been given up: they end as they are."""
@@ -168,7 +189,7 @@ class RankGroups:
     def close(self) -> None:
         """End all ranks; again changes nothing."""
         while self._warm:
-            self._warm.popitem()[1].finish()
+            self._finish(self._warm.popitem()[1])
 
     def _settings(self, device: str) -> RankSettings:
         config = self._config

@@ -7,7 +7,7 @@ Loading the plug-in loads nothing else of mpexec: that waits for the first test 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -156,12 +156,30 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         groups.close()
+        _tell(session, groups.failures)
+
+
+def _tell(session: pytest.Session, failures: list[str]) -> None:
+    """Fixtures and hooks of ranks have failed when no test was there any more that could fail by it."""
+    session.testsfailed += len(failures)
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if failures and reporter is not None:
+        reporter.ensure_newline()
+        reporter.write_sep("=", "ERRORS at the end of the ranks", red=True)
+        reporter.write_line("\n".join(failures))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     groups = config.stash.get(_GROUPS, None)
     if groups is not None:
         groups.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    let_go: Callable[[], None] | None = getattr(item, "let_go", None)  # of RanksFunction
+    if let_go is not None:
+        let_go()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -41,6 +42,8 @@ class RanksFunction(pytest.Function):
     groups: RankGroups | None = None
     next_on_ranks: RanksFunction | None = None
     _group: WarmGroup | None = None
+    _was_set_up = False
+    _was_skipped = False
     _deadline: Deadline
     _lost_pids: tuple[int, ...] = ()
 
@@ -79,14 +82,18 @@ class RanksFunction(pytest.Function):
 
     def setup(self) -> None:
         """Take ranks, and run this phase on them."""
+        self._was_set_up = True
         assert self.groups is not None, "the test loop of another plug-in runs tests past pytest_runtest_protocol"
         if self.mark.device == "cuda" and has_no_gpu():
             pytest.skip(f"ranks: device='cuda' needs {self.size} CUDA devices, and this machine has none")
-        self._group = self.groups.take(self.key)
-        timeout = self.groups.timeout if self.mark.timeout is None else self.mark.timeout
+        self._take(self.groups)
+        self._run("setup")
+
+    def _take(self, groups: RankGroups) -> None:
+        self._group = groups.take(self.key)
+        timeout = groups.timeout if self.mark.timeout is None else self.mark.timeout
         self._deadline = Deadline.after(timeout or None)
         self._began = time.monotonic()
-        self._run("setup")
 
     def runtest(self) -> None:
         """Run the test on the ranks."""
@@ -103,6 +110,22 @@ class RanksFunction(pytest.Function):
         finally:
             self._group = None
             groups.done(group)
+
+    def let_go(self) -> None:
+        """After its teardown: if it was skipped before its setup, what its ranks have kept for it ends here all the
+        same, as in one process, and may fail.
+        """
+        was_set_up, self._was_set_up = self._was_set_up, False
+        if was_set_up or self.groups is None or not self.groups.has(self.key):
+            return
+        following = self.next_on_ranks
+        if following is None or following.parent is not self.parent or self._is_last():  # else that one needs all of it
+            self._take(self.groups)
+            self._was_skipped = True
+            try:
+                self.teardown()
+            finally:
+                self._was_skipped = False
 
     def _run(self, when: When) -> None:
         group = self._group
@@ -127,11 +150,10 @@ class RanksFunction(pytest.Function):
 
     def _phase(self, when: When, number: int, seconds: float | None) -> Phase:
         following = self.next_on_ranks
+        phase = Phase(when, number, self.rank_nodeid, str(self.path), seconds=seconds, skipped=self._was_skipped)
         if when != "teardown" or following is None or self._is_last():
-            return Phase(when, number, self.rank_nodeid, str(self.path), seconds=seconds)
-        return Phase(
-            when, number, self.rank_nodeid, str(self.path), following.rank_nodeid, str(following.path), seconds
-        )
+            return phase
+        return replace(phase, next_nodeid=following.rank_nodeid, next_path=str(following.path))
 
     def _is_last(self) -> bool:
         """No other test comes on these ranks, whatever had been planned."""

@@ -26,6 +26,7 @@ class Fault:
         seconds: Delay of `slow`.
         error: Exception of `raises`.
         report_to: Path of a pipe into which the rank writes "number pid" just before it misbehaves.
+        pipe: What the kernel calls that pipe: a closed one's number may be another file's.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Fault:
     seconds: float = 0.0
     error: BaseException | None = None
     report_to: str = ""
+    pipe: str = ""
 
     @property
     def point(self) -> str:
@@ -78,12 +80,13 @@ def hang_in_c() -> NoReturn:
 
 
 def misbehave(fault: Fault, value: Any = None) -> Any:
-    """Report the fault, then commit it.
+    """Report the fault, then commit it; one whose test is over does not happen.
 
     Returns:
         For those that go on: what the method is to return in place of `value`.
     """
-    _report(fault)
+    if not _report(fault):
+        return value
     match fault.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -111,17 +114,26 @@ async def misbehave_async(fault: Fault, value: Any = None) -> Any:
     """As `misbehave`; one that waits does so as a coroutine, so that the rank goes on serving others."""
     match fault.kind:
         case "hang":
-            _report(fault)
-            await asyncio.Event().wait()
+            if _report(fault):
+                await asyncio.Event().wait()
         case "slow":
-            _report(fault)
-            await asyncio.sleep(fault.seconds)
+            if _report(fault):
+                await asyncio.sleep(fault.seconds)
         case _:
             return misbehave(fault, value)
     return value
 
 
-def _report(fault: Fault) -> None:
-    fd = os.open(fault.report_to, os.O_WRONLY)
-    os.write(fd, f"{fault.number} {os.getpid()}\n".encode())
-    os.close(fd)
+def _report(fault: Fault) -> bool:
+    """Tell the test; False if the test that gave the fault is over, and then it must not happen."""
+    try:
+        fd = os.open(fault.report_to, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if os.readlink(f"/proc/self/fd/{fd}") != fault.pipe:  # the driver has another file of that number by now
+            return False
+        os.write(fd, f"{fault.number} {os.getpid()}\n".encode())
+    finally:
+        os.close(fd)
+    return True

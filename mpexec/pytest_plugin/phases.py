@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,6 +47,7 @@ class Phase:
         nodeid: The test; `path` is its file.
         next_nodeid: The test that comes next on these ranks, whose fixtures stay; None where none does.
         seconds: What is left for the test, None where there is no limit.
+        skipped: The teardown of a test that the driver has skipped, without any setup here.
     """
 
     when: When
@@ -57,6 +57,7 @@ class Phase:
     next_nodeid: str | None = None
     next_path: str | None = None
     seconds: float | None = None
+    skipped: bool = False
 
 
 @dataclass(slots=True)
@@ -87,7 +88,6 @@ class PhaseFailed(Exception):
         reason: Why it was skipped or expected to fail, or the text of the exception.
         report: The rank's own report, as `pytest_report_to_serializable` gives it; None where there is none.
         notes: As for a phase that passes.
-        at_ns: `time.monotonic_ns()` of the failure.
     """
 
     rank: int
@@ -96,7 +96,6 @@ class PhaseFailed(Exception):
     reason: str
     report: dict[str, Any] | None
     notes: Notes
-    at_ns: int
 
     def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
         super().__init__(message, facts)
@@ -121,7 +120,6 @@ class PhaseFailed(Exception):
                 "reason": reason,
                 "report": report,
                 "notes": notes,
-                "at_ns": time.monotonic_ns(),
             },
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -54,8 +55,18 @@ class TestProcessGroup:
         )
 
     def _tcp_store(self, port: int, *, serves: bool) -> Any:
+        listening = None
+        if serves:  # by itself it would listen on every network of this machine
+            sock = socket.create_server((HOST, 0))
+            port, listening = sock.getsockname()[1], sock.detach()
         return dist.TCPStore(  # type: ignore[attr-defined]  # the stubs lack it
-            HOST, port, self._world_size, serves, timedelta(seconds=_JOIN_S), wait_for_workers=False
+            HOST,
+            port,
+            self._world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=_JOIN_S),
+            wait_for_workers=False,
+            master_listen_fd=listening,
         )
 
     def join(self, number: int, seconds: float | None) -> None:

@@ -33,6 +33,7 @@ class RankSession:
         self._notes = Notes(plugin.rank)
         self._done: tuple[_Call, pytest.TestReport] | None = None
         self._when = "setup"
+        self._is_skipped = False
         self.watch = StateWatch()
         self.config = make_config(settings, plugin)
         self.config.pluginmanager.register(self, "mpexec-rank-session")
@@ -51,9 +52,9 @@ class RankSession:
                 return
             raise PhaseFailed.of(None, "failed", self._why_missing(phase), None, self.take_notes())
         next_item = self._find(phase.next_nodeid, phase.next_path)
-        if phase.when == "setup":
-            self._prepare(item)
-        self._when, self._done = phase.when, None
+        if not getattr(item, "_request", True):  # it runs a second time
+            item._initrequest()  # type: ignore[attr-defined]
+        self._when, self._is_skipped, self._done = phase.when, phase.skipped, None
         known = len(item._report_sections)
         try:
             item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
@@ -132,14 +133,15 @@ class RankSession:
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    def _prepare(self, item: Any) -> None:
-        """The driver may have skipped the test that was said to come next, and may run one a second time."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """The driver may not have run the test that was said to come next: what was kept for that one ends here."""
+        __tracebackhide__ = True
         try:
             self.session._setupstate.teardown_exact(item)
-        except Exception as error:
-            self._notes.sections.append(("Captured teardown error", f"of an earlier test: {error!r}"))
-        if not getattr(item, "_request", True):
-            item._initrequest()
+        except BaseException as error:
+            error.add_note("raised by the teardown of what an earlier test has used, not by this one")
+            raise
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
@@ -150,7 +152,10 @@ class RankSession:
 
         def run() -> None:
             __tracebackhide__ = True
-            hook(item=item, **facts)
+            if self._is_skipped:  # plug-ins do not expect a teardown without a setup
+                self.session._setupstate.teardown_exact(nextitem)
+            else:
+                hook(item=item, **facts)
 
         call = pytest.CallInfo.from_call(run, when=when)
         self._done = call, item.ihook.pytest_runtest_makereport(item=item, call=call)

@@ -204,13 +204,13 @@ class Snapshot:
     def _new_shared_memory(self, end: float) -> list[str]:
         """Names that stay; another program's are its own business as long as it lives, or come and go."""
         new = set(list_folder("/dev/shm")) - self._shared_memory
-        while new and time.monotonic() < end:
+        while True:
             ours = self.processes() | {os.getpid()}
-            new = {name for name in new if os.path.exists(f"/dev/shm/{name}")}
+            new = {name for name in new if _is_of_this_user(f"/dev/shm/{name}")}
             new = {name for name in new if not is_used_by_others(f"/dev/shm/{name}", ours)}
-            if new:
-                select.select([], [], [], 0.05)  # a name sends no event when it goes
-        return sorted(new)
+            if not new or time.monotonic() >= end:
+                return sorted(new)
+            select.select([], [], [], 0.05)  # a name sends no event when it goes
 
     def _noise_leaks(self, stderr: str) -> list[Leak]:
         said = [text for text in self._noise.texts if NOISE.search(text)]
@@ -254,6 +254,13 @@ def _thread_leak(thread: threading.Thread) -> Leak:
 
 def _descriptor_leak(fd: int, link: str) -> Leak:
     return Leak("descriptor", f"{fd} -> {link}")
+
+
+def _is_of_this_user(path: str) -> bool:
+    """True if there is such a file and it is ours: of another user's processes /proc does not show what they use."""
+    with contextlib.suppress(OSError):
+        return os.stat(path, follow_symlinks=False).st_uid == os.geteuid()
+    return False
 
 
 def _in_short(descriptors: list[Leak]) -> list[Leak]:

@@ -47,7 +47,7 @@ def judge(first: PhaseFailed, size: int) -> NoReturn:
         size: The number of ranks.
 
     Raises:
-        RanksFailed: Some rank failed, or only some were skipped.
+        RanksFailed: Some rank failed, or was lost, or only some were skipped.
         pytest.skip.Exception: All ranks were skipped.
         pytest.xfail.Exception: Some rank failed as expected, and none otherwise.
         pytest.exit.Exception: Some rank asked for the end of the session.
@@ -61,6 +61,8 @@ def judge(first: PhaseFailed, size: int) -> NoReturn:
         raise pytest.exit.Exception(by_outcome["exit"][0].reason)
     if by_outcome["failed"]:
         raise RanksFailed(by_outcome["failed"], others, size)
+    if by_outcome["xfailed"] and others:
+        raise RanksFailed(by_outcome["xfailed"], others, size, "a rank failed as expected, but another one was lost")
     if by_outcome["xfailed"]:
         raise pytest.xfail.Exception(by_outcome["xfailed"][0].reason)
     skipped = by_outcome["skipped"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -28,17 +29,10 @@ def forward_warnings(config: pytest.Config, facts: list[dict[str, Any]]) -> None
 
 
 def _message(fact: Mapping[str, Any]) -> warnings.WarningMessage:
-    category = _category(fact["module"], fact["name"])
-    try:
-        message = category(fact["text"])
-    except Exception:  # a class of the user's may demand other arguments
-        category, message = UserWarning, UserWarning(f"{fact['name']}: {fact['text']}")
-    return warnings.WarningMessage(message, category, fact["filename"], fact["lineno"])
-
-
-def _category(module: str, name: str) -> type[Warning]:
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):  # defined in a test module or in a function
-        return UserWarning
-    return found if isinstance(found, type) and issubclass(found, Warning) else UserWarning
+    where = fact["filename"], fact["lineno"]
+    with contextlib.suppress(Exception):  # a class of the user's may demand other arguments, a lazy module may fail
+        # What the driver has not loaded it does not load for this: it may demand a GPU.
+        category = getattr(sys.modules.get(fact["module"]), fact["name"], None)
+        if isinstance(category, type) and issubclass(category, Warning):
+            return warnings.WarningMessage(category(fact["text"]), category, *where)
+    return warnings.WarningMessage(UserWarning(f"{fact['name']}: {fact['text']}"), UserWarning, *where)

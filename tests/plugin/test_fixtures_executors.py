@@ -16,7 +16,7 @@ from mpexec.pytest_plugin.executors import ExecutorFactory
 pytestmark = pytest.mark.timeout(300)
 
 HEAD = """
-import os, signal
+import os, signal, time
 import pytest
 from mpexec import ModelAgent
 
@@ -26,6 +26,9 @@ made = []
 class Agent(ModelAgent):
     def echo(self, value):
         return value
+
+    def slow(self):
+        time.sleep(0.2)
 
     def forward(self, inputs):
         raise ValueError("deep inside")
@@ -102,6 +105,12 @@ def fail_unheard(executor):
 def test_unheard(mp_executor):
     fail_unheard(mp_executor(Agent))
 
+def test_unheard_and_still_on_its_way(mp_executor):
+    mp_executor(Agent).notify("forward", args=(1,))
+
+def test_notified_and_slow_but_well(mp_executor):
+    mp_executor(Agent).notify("slow")
+
 def test_unheard_twice_and_released(mp_executor):
     for _ in range(2):
         executor = mp_executor(Agent)
@@ -149,12 +158,13 @@ def test_all_are_released_whatever_the_tests_do(pytester: pytest.Pytester) -> No
 
 def test_a_failure_that_nobody_has_heard_of_fails_the_test(pytester: pytest.Pytester) -> None:
     result = run(pytester, UNHEARD)
-    result.assert_outcomes(passed=7, errors=3)
+    result.assert_outcomes(passed=9, errors=4)
     result.stdout.fnmatch_lines(
         [
             "*ERROR at teardown of test_unheard _*",
             "E *ValueError: deep inside",
             "E *nobody had heard of this background failure*wait_tasks()",
+            "*ERROR at teardown of test_unheard_and_still_on_its_way _*",
             "*ERROR at teardown of test_unheard_twice_and_released _*",
             "*ERROR at teardown of test_a_fault_without_an_executor _*",
             "*ConfigError: faults.kill(1, at='echo'): no executor was made after that*",

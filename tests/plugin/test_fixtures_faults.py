@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,6 +330,34 @@ def test_a_fault_that_does_not_come_is_named(mp_executor: Make, faults: Faults) 
     faults.kill(1, at="echo")
     with pytest.raises(TimeoutError, match=r"kill\(1, at='echo'\)"):
         faults.wait(timeout=0.01)
+
+
+def test_a_rank_that_has_ended_is_sent_no_signal(mp_executor: Make, faults: Faults) -> None:
+    executor = mp_executor(Agent)
+    faults.kill(1)
+    faults.wait(timeout=PATIENCE_S)
+    for kind in ("kill", "stop", "segv"):
+        with pytest.raises(ConfigError, match=rf"{kind}\(1\): that rank \(pid {executor.pids[1]}\) is gone already"):
+            getattr(faults, kind)(1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fault_whose_test_is_over_does_not_happen_and_touches_no_file(
+    mp_executor: Make, tmp_path: Path, method: str
+) -> None:
+    executor, faults = mp_executor(Agent), Faults()
+    for kind in ("kill", "hang"):
+        getattr(faults, kind)(1, at=method, executor=executor)
+    number = faults._write_end.fd
+    faults.close()
+    path = tmp_path / "data"
+    path.write_text("precious")
+    with contextlib.ExitStack() as opened:
+        while opened.enter_context(path.open()).fileno() != number:  # the lowest free number is given first
+            continue
+        assert executor.collective_rpc(method, timeout=PATIENCE_S) == [(None, 0), (None, 1)]
+    assert executor.collective_rpc(method, timeout=PATIENCE_S) == [(None, 0), (None, 1)]
+    assert path.read_text() == "precious"
 
 
 def test_an_exception_that_cannot_travel_is_refused(mp_executor: Make, faults: Faults) -> None:

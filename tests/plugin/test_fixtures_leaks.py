@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from plugin.inner import run
 
 from mpexec.pytest_plugin.leaks import NoLeaks
+from mpexec.pytest_plugin.snapshot import Snapshot
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -154,6 +158,20 @@ def test_leaks_that_are_allowed_are_overlooked_and_left_alone(pytester: pytest.P
     result.assert_outcomes(passed=len(bodies) + 2, errors=1)
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_only_what_matches*", "  thread 'reader' still runs*"])
     result.stdout.no_fnmatch_line("*thread 'pool-1'*")
+
+
+def test_a_name_in_shared_memory_is_a_leak_unless_another_user_owns_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(f"/dev/shm/left-{os.getpid()}")
+    snapshot = Snapshot()
+    try:
+        path.touch()
+        now = time.monotonic()
+        assert path.name in snapshot._new_shared_memory(now)
+        monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+        assert path.name not in snapshot._new_shared_memory(now)
+    finally:
+        snapshot.close()
+        path.unlink()
 
 
 def test_a_kind_that_does_not_exist_is_refused(no_leaks: NoLeaks) -> None:

@@ -19,6 +19,10 @@ CONFTEST = """
 
     made = []
 
+    def pytest_sessionfinish(session):
+        if "RANK" in os.environ:
+            raise RuntimeError("no end of the session")
+
     @pytest.fixture(scope="session")
     def model(rank, world_size):
         made.append("session")
@@ -79,6 +83,12 @@ GOOD = """
     def test_sizes(world_size, rank):
         assert total(1) == world_size
 
+    def test_stores_listen_on_this_machine_only():
+        # of all that listens: the address before the port, and 0A for listening
+        rows = [line.split()[1:4:2] for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
+        port = f":{int(os.environ['MASTER_PORT']):04X}"
+        assert [address for address, state in rows if state == "0A" and address.endswith(port)] == ["0100007F" + port]
+
     def test_own_group(rank, world_size):
         dist.destroy_process_group()
         dist.init_process_group("gloo")
@@ -123,6 +133,10 @@ GOOD = """
 
     def test_warns(rank):
         warnings.warn("careful, you")
+
+    def test_warns_by_a_module_that_only_ranks_may_load(rank):
+        import only_ranks
+        warnings.warn("rather slow", only_ranks.SlowWarning)
 
     def test_properties(record_property, rank):
         record_property("speed", rank + 5)
@@ -233,12 +247,63 @@ ELSEWHERE = """
         pass
 """
 
+SKIPPED = """
+    import pytest
+    import torch.distributed as dist
+
+    pytestmark = pytest.mark.ranks(2)
+
+    @pytest.fixture(scope="class")
+    def asserts_at_its_end():
+        yield
+        dist.barrier()
+        assert 1 == 2
+
+    @pytest.fixture(scope="class")
+    def fails_at_its_end():
+        yield
+        pytest.fail("a bad end")
+
+    class TestAsserts:
+        def test_uses_it(self, asserts_at_its_end):
+            pass
+
+        @pytest.mark.skip(reason="behind it")
+        def test_first_behind_it(self):
+            pass
+
+        @pytest.mark.skip(reason="behind it")
+        def test_last_behind_it(self):
+            pass
+
+    class TestFails:
+        def test_uses_it_too(self, fails_at_its_end):
+            pass
+
+        @pytest.mark.skipif("True", reason="behind it")
+        def test_behind_it_too(self):
+            pass
+
+    def test_behind_them(rank):
+        dist.barrier()
+"""
+
+ONLY_RANKS = """
+    import os
+
+    if "RANK" not in os.environ:
+        raise RuntimeError("no GPU in the driver")
+
+    class SlowWarning(Warning):
+        pass
+"""
+
 
 @pytest.fixture
 def ran(run: Callable[..., Any]) -> Any:
     example = (ROOT / "examples" / "test_ranks.py").read_text()
     files = {"conftest": CONFTEST, "test_good": GOOD, "test_bad": BAD, "test_else": ELSEWHERE, "test_example": example}
-    return run("-W", "default", **files)
+    return run("-W", "default", **files, test_skipped=SKIPPED, only_ranks=ONLY_RANKS)
 
 
 def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any) -> None:
@@ -259,6 +324,9 @@ def test_every_outcome_is_that_of_the_ranks_and_failures_read_as_theirs(ran: Any
         "test_debugger": "failed",
         "test_odd_exception": "failed",
         "test_elsewhere": "error",
+        "test_first_behind_it": "skipped",
+        "test_last_behind_it": "skipped",
+        "test_behind_it_too": "skipped",
     }
     assert {name: outcome for name, outcome in ran.outcomes.items() if outcome != "passed"} == bad, ran.out
     assert "test_a_matrix_split_by_columns_gives_the_whole_product[4ranks-3]" in ran.outcomes, "the example"
@@ -282,6 +350,9 @@ def check_failures(ran: Any) -> None:
     assert "no start on" in ran.section("test_setup_error") and "no end" in ran.section("test_teardown_error")
     elsewhere = ran.section("test_elsewhere")
     assert "could not collect" in elsewhere and "ImportError: not on a rank" in elsewhere
+    assert "assert 1 == 2" in ran.section("TestAsserts.test_last_behind_it")
+    assert "a bad end" in ran.section("TestFails.test_behind_it_too")
+    assert re.search(r"ERRORS at the end of the ranks =+\nRuntimeError: no end of the session", ran.out), ran.out
     assert "no debugger can be used on a rank" in ran.section("test_debugger")
     assert "Unpicklable: odd" in ran.section("test_odd_exception")
     assert "mpexec/pytest_plugin" not in ran.out, "our own frames are no news"
@@ -295,6 +366,7 @@ def check_summaries(ran: Any) -> None:
     assert re.search(r"^XFAIL test_bad.py::test_xfail - known", ran.out, re.M)
     assert re.search(r"^XPASS test_bad.py::test_xpass\b", ran.out, re.M)
     assert "careful, you" in ran.out and "test_good.py::test_warns" in ran.out
+    assert "UserWarning: SlowWarning: rather slow" in ran.out
     assert (
         "rank 1: assert [1, 1] == [0, 1]" in ran.messages["test_one_fails"].replace("\n", " ")
         or "rank 1: " in ran.messages["test_one_fails"]
