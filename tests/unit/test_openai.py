@@ -152,6 +152,8 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
         ("min_p", -0.1),
         ("min_p", True),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-6),
+        ("temperature", 1e-6),
         ("repetition_penalty", 10**400),
         ("stop", ""),
         ("stop", 5),
