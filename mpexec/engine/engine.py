@@ -19,7 +19,7 @@ from mpexec.engine.operations import Operations, Weights
 from mpexec.engine.profiling import check_file, profiling, write_trace
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType
 from mpexec.engine.sampling_params import SamplingParams
-from mpexec.engine.scheduler import Scheduler, check_prompt
+from mpexec.engine.scheduler import DEPTH, Scheduler, check_prompt
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
 from mpexec.executor.threads import in_thread
@@ -161,6 +161,12 @@ class ModelPlan:
         )
 
 
+def _check_outputs(most: Any) -> None:
+    """Refuse a bound of outputs that are not taken, at which the engine would wait for itself."""
+    if isinstance(most, int) and most < DEPTH:
+        raise ConfigError(f"max_outputs={most}: an engine keeps {DEPTH} steps in flight; use at least {DEPTH}")
+
+
 def _has_tokenizers() -> bool:
     from importlib.util import find_spec
 
@@ -184,13 +190,15 @@ class Engine(TaskOwner):
     loop.
 
     Args:
-        executor: Its agent understands `mpexec.agent.steps`. The engine starts, stops and releases it.
+        executor: Its agent understands `mpexec.agent.steps`. The engine starts, stops and releases it. It must take
+            two inputs before an output is taken: `max_outputs` of at least 2.
         plan: The model that the agent runs.
         config: Limits; the slots must be those of the agent.
     """
 
     def __init__(self, executor: Executor, plan: ModelPlan, config: EngineConfig) -> None:
         super().__init__()
+        _check_outputs(executor.spec.max_outputs)
         self.executor = executor
         self.requests = RequestManager()
         self._plan = plan
@@ -231,6 +239,7 @@ class Engine(TaskOwner):
 
         config = config or EngineConfig()
         plan = ModelPlan.read(path, tp, config)
+        _check_outputs(fields.get("max_outputs"))  # before any rank starts
         return cls(build_executor(plan.worker_spec(config, dtype=dtype), backend, **fields), plan, config)
 
     @classmethod
@@ -248,6 +257,7 @@ class Engine(TaskOwner):
         from mpexec.executor import build_executor_async
 
         limits = config or EngineConfig()
+        _check_outputs(fields.get("max_outputs"))
         plan = await in_thread(lambda: ModelPlan.read(path, tp, limits), name="mpexec-read-model")
         executor = await build_executor_async(plan.worker_spec(limits, dtype=dtype), backend, **fields)
         return cls(executor, plan, limits)
