@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import weakref
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from mpexec.deadline import Deadline
@@ -49,11 +50,14 @@ def offer(executor: Inspectable) -> None:
     with _lock:
         if _server is None or not _server.is_alive:
             try:
-                _server = _Server()
-            except (ConfigError, OSError) as refused:
+                earlier, _server = _server, _Server()
+            except (ConfigError, OSError, RuntimeError) as refused:
                 logger.warning("no inspection of this process: %s", refused)
                 return
-        _server.executors.add(executor)
+            if earlier is not None:
+                _server.executors.update(earlier.executors)
+        server = _server
+        server.executors.add(executor)
 
 
 def withdraw(executor: Inspectable) -> None:
@@ -82,20 +86,23 @@ class _Server:
         Raises:
             ConfigError: The folder is not this user's alone.
             OSError: It, or the socket, cannot be made.
+            RuntimeError: No thread can be started.
         """
         self.executors: weakref.WeakSet[Inspectable] = weakref.WeakSet()
-        self._folder = InspectionFolder(own_place(), create=True)
-        try:
+        self._connection: socket.socket | None = None
+        with ExitStack() as opened:
+            self._folder = InspectionFolder(own_place(), create=True)
+            opened.callback(self._folder.close)
             for _ in self._folder.sockets():
                 pass  # looking at them removes those of drivers that have ended
             self._socket, self._name = self._folder.listen()
-        except BaseException:
-            self._folder.close()
-            raise
-        self._connection: socket.socket | None = None
-        self._bell = linux.OwnedFd(linux.eventfd())  # rung once, to end the thread
-        self._thread = threading.Thread(target=self._run, name="mpexec-inspection", daemon=True)
-        self._thread.start()
+            opened.callback(self._socket.close)
+            opened.callback(self._folder.remove, self._name)
+            self._bell = linux.OwnedFd(linux.eventfd())  # rung once, to end the thread
+            opened.callback(self._bell.close)
+            self._thread = threading.Thread(target=self._run, name="mpexec-inspection", daemon=True)
+            self._thread.start()
+            opened.pop_all()  # the thread closes them
 
     @property
     def is_alive(self) -> bool:
@@ -217,7 +224,7 @@ def thread_stacks() -> list[dict[str, Any]]:
 
 
 _server: _Server | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer or a signal handler of the user's may release an executor amid an answer
 
 
 @atexit.register
@@ -230,7 +237,7 @@ def _close_at_exit() -> None:
 
 def _forget_in_child() -> None:
     global _server, _lock
-    server, _server, _lock = _server, None, threading.Lock()
+    server, _server, _lock = _server, None, threading.RLock()
     if server is not None:
         server.forget_in_child()
 

@@ -242,6 +242,37 @@ def test_a_folder_that_is_not_this_users_alone_is_refused(place: Path, monkeypat
         InspectionFolder(real)
 
 
+def test_a_thread_that_cannot_be_started_leaves_nothing_and_the_executor_works_without(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    executor, before = Looked(), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        offer(executor)
+    assert "can't start new thread" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
+    with InspectionFolder(place) as folder:
+        assert list(folder.sockets()) == []
+
+
+def test_an_executor_may_be_released_amid_an_answer_on_the_thread_that_answers(
+    looked: Looked, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Looked()
+    offer(other)
+
+    def describe() -> dict[str, Any]:  # as where a garbage collection runs a finalizer
+        withdraw(other)
+        return {"kind": "mp"}
+
+    monkeypatch.setattr(looked, "describe", describe)
+    assert b'"mp"' in ask(place, b'{"want": "describe"}\n')
+    assert inspection_threads()
+
+
 def test_an_unsafe_folder_is_logged_and_the_executor_works_without(
     place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
