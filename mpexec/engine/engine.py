@@ -378,7 +378,8 @@ class Engine(TaskOwner):
             ConfigError: No such file, or no tensors; or the ranks refused the weights. The old ones serve on.
             ValueError: The ranks refused: names or shapes are not those of the model. The old ones serve on.
             WrongStateError: Not started, or asleep.
-            EngineStoppedError: It was stopped, or failed, meanwhile.
+            EngineStoppedError: It was stopped, or failed, meanwhile. Several ranks may have different weights after a
+                stop: the engine can then be released, but not started again.
             BaseException: A rank failed, and the engine with it.
         """
         await self._operations.update_params_async(weights, drain, drain_timeout)
@@ -458,6 +459,7 @@ class Engine(TaskOwner):
     async def start_async(self) -> None:
         """Start the executor's agents and the tasks; requests are served when this returns."""
         if not self.running:
+            self._operations.check_ranks()
             await self._engine_loop.start_async()
         self.start()
 

@@ -32,7 +32,7 @@ class Operations:
 
     Args:
         executor: Its agent has the methods `sleep`, `wakeup` and `update_params`. One that raises `ConfigError` or
-            `ValueError` has changed nothing.
+            `ValueError` has changed nothing; a `wakeup` without a `sleep` changes nothing either.
         loop: Of the same engine; told how far requests may go.
         requests: Of the same engine.
 
@@ -46,9 +46,23 @@ class Operations:
         self._loop = loop
         self._requests = requests
         self._turn = asyncio.Lock()
+        self._ranks_may_differ = False
+
+    def check_ranks(self) -> None:
+        """Refuse a start over ranks that may have different weights.
+
+        Raises:
+            WrongStateError: A stop came while they took other ones.
+        """
+        if self._ranks_may_differ:
+            raise WrongStateError(
+                "the engine was stopped while its ranks took other weights, and they may differ: release it",
+                state="stopped",
+            )
 
     def open(self) -> None:
         """The engine starts, perhaps on another event loop."""
+        self.check_ranks()
         self._turn = asyncio.Lock()
 
     async def sleep_async(self, level: int, drain_timeout: float | None) -> None:
@@ -147,7 +161,7 @@ class Operations:
                 interrupted = cancelled
         error = call.exception()
         if isinstance(error, ExecutorStoppedError):
-            error = EngineStoppedError(f"the engine was stopped before every rank was done with {method!r}")
+            error = self._torn_by_stop(method)
         elif error is not None and not self._is_refusal(error):
             self._loop.fail(error)
         if error is None:
@@ -156,6 +170,17 @@ class Operations:
             raise interrupted
         if error is not None:
             raise error
+
+    def _torn_by_stop(self, method: str) -> BaseException:
+        """Note what a stop may leave: each rank may have done it or not. Returns the caller's error."""
+        if method == "sleep":
+            self._fall_asleep()  # waking a rank that did not fall asleep changes nothing
+        self._ranks_may_differ |= method == "update_params" and self._executor.world_size > 1
+        ended = self._requests.stop_response
+        failed = None if ended is None else ended.to_exception()
+        if failed is not None and failed.__cause__ is not None:
+            return failed
+        return EngineStoppedError(f"the engine was stopped before every rank was done with {method!r}")
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
         try:

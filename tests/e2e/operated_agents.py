@@ -50,6 +50,10 @@ class OperatedAgent(CountingAgent):
         if self._fails is not None and self._fails[0] == operation and self._fails[1] in (-1, self.rank):
             if self._fails[2] == "hang":
                 threading.Event().wait()
+            if self._fails[2] == "slow":
+                threading.Event().wait(0.3)
+                self.done.append(operation)
+                return
             raise RuntimeError(f"{operation} failed on rank {self.rank}")
         self.done.append(operation)
 

@@ -167,6 +167,35 @@ async def test_a_stop_ends_a_sleep_that_waits_for_requests(make: MakeEngine) -> 
             await task
 
 
+async def test_a_stop_amid_a_sleep_leaves_the_engine_asleep_over_the_next_start(make: MakeEngine) -> None:
+    engine = make(world_size=2, fails=("sleep", -1, "slow"))
+    await engine.start_async()
+    sleeping = asyncio.create_task(engine.sleep_async())
+    await until(lambda: [rank.method for rank in engine.health().ranks] == ["sleep"] * 2)
+    await engine.stop_async()
+    with pytest.raises(EngineStoppedError, match="before every rank was done with 'sleep'"):
+        await sleeping
+    await engine.start_async()
+    assert engine.health().state == "sleeping"
+    await engine.wakeup_async()
+    assert await tokens(engine, 1) == [2, 3, 4]
+    await engine.stop_async()
+
+
+async def test_after_a_stop_amid_a_change_of_weights_ranks_may_differ_and_no_start_follows(
+    make: MakeEngine, tmp_path: Path
+) -> None:
+    engine = make(world_size=2, fails=("update_params", -1, "slow"))
+    await engine.start_async()
+    changing = asyncio.create_task(engine.update_params_async(tmp_path))
+    await until(lambda: "update_params" in [rank.method for rank in engine.health().ranks])
+    await engine.stop_async()
+    with pytest.raises(EngineStoppedError, match="update_params"):
+        await changing
+    with pytest.raises(WrongStateError, match="release it"):
+        await engine.start_async()
+
+
 @pytest.mark.parametrize("options", [{"level": 7}, {"drain_timeout": -1.0}, {"drain_timeout": float("nan")}])
 async def test_a_sleep_with_a_bad_value_is_refused_and_the_engine_serves_on(
     make: MakeEngine, options: dict[str, Any]
