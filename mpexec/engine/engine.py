@@ -372,7 +372,7 @@ class Engine(TaskOwner):
                 of a folder of them, that every rank can read.
             drain: Let requests that run end with the weights with which they began. False changes the weights between
                 two steps: running answers go on with the new ones, over keys and values of the old ones.
-            drain_timeout: As in `sleep_async`.
+            drain_timeout: As in `sleep_async`; without a drain no request is ended, and it has no effect.
 
         Raises:
             ConfigError: No such file, or no tensors; or the ranks refused the weights. The old ones serve on.

@@ -112,6 +112,8 @@ class Operations:
         """No step is under way inside. Requests go on afterwards, unless the engine is asleep then."""
         if drain_timeout is not None and not drain_timeout >= 0:
             raise ConfigError(f"drain_timeout={drain_timeout!r}: use seconds of at least 0, or None to wait")
+        if pace is Pace.NONE:
+            drain_timeout = None  # only steps under way are waited for, and no request is to end
         self._check_serving()
         self.state = "draining"
         self._loop.set_pace(pace)

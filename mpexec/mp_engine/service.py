@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpexec.agent.checkpoint import CheckpointFacts
@@ -173,7 +173,9 @@ class EngineService(TaskOwner):
             await self._engine.requests.opened_async()
 
     def _news(self) -> News:
-        return News(self._engine.metrics(), self._engine.health(), self._engine.stall_timeout)
+        # The root cause may not travel as it is: `say_closed` boxes it.
+        health = replace(self._engine.health(), reason=None)
+        return News(self._engine.metrics(), health, self._engine.stall_timeout)
 
     async def _publish_news(self) -> None:
         """Clients see counts that are a moment old; while nothing changes, nothing is sent."""

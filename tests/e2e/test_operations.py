@@ -274,7 +274,7 @@ async def test_without_a_drain_the_weights_change_between_two_steps(make: MakeEn
     async with make(step_seconds=0.005) as engine:
         running = asyncio.create_task(tokens(engine, 10, 100))
         await until(lambda: engine.metrics().generated_tokens)
-        await engine.update_params_async(tmp_path, drain=False)
+        await engine.update_params_async(tmp_path, drain=False, drain_timeout=0.0)
         assert engine.metrics().finished == 0
         assert await running == list(range(11, 111))
 
