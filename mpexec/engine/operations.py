@@ -24,6 +24,9 @@ from mpexec.tasks import cancel_async_tasks
 if TYPE_CHECKING:
     from mpexec.executor.base import Executor
 
+# Ranks read whole weights before they find them wrong, each at its own speed; an end of a rank is seen at once.
+_LOADING_GRACE_S = 30.0
+
 Weights = str | Path | Mapping[str, Any]
 
 
@@ -186,7 +189,10 @@ class Operations:
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
         try:
-            self._executor.collective_rpc(method, args, reply_ranks=())
+            grace = self._executor.spec.failure_grace
+            if method == "update_params" and grace is not None:
+                grace = max(grace, _LOADING_GRACE_S)
+            self._executor.collective_rpc(method, args, reply_ranks=(), failure_grace=grace)
         except AttributeError as error:
             if method in str(error) and error.__cause__ is None:  # raised here, not on a rank
                 raise ConfigError(f"the agent has no method {method!r}") from None
