@@ -205,7 +205,7 @@ class Engine(TaskOwner):
         self._stop_timeout = config.stop_timeout
         self._stall_timeout = config.stall_timeout
         self._engine_loop = EngineLoop(executor, lambda first_step: plan.scheduler(config, first_step), self.requests)
-        self._operations = Operations(executor, self._engine_loop, self.requests)
+        self._operations = Operations(executor, self._engine_loop, self.requests, config.stall_timeout)
 
     @classmethod
     def from_pretrained(
@@ -341,11 +341,12 @@ class Engine(TaskOwner):
         Args:
             level: How deep; see the agent.
             drain_timeout: Seconds for the requests that run; those that have not ended by then end with
-                `EngineStoppedError`. None waits for them.
+                `EngineStoppedError`. None waits for them. A step under way is waited for beyond that.
 
         Raises:
             ConfigError: A bad value; the engine serves on.
             WrongStateError: Not started.
+            TimeoutError: The step under way then did not end within `stall_timeout`; it names what ranks are at.
             EngineStoppedError: It was stopped, or failed, meanwhile.
             BaseException: A rank failed, and the engine with it.
         """
@@ -378,6 +379,7 @@ class Engine(TaskOwner):
             ConfigError: No such file, or no tensors; or the ranks refused the weights. The old ones serve on.
             ValueError: The ranks refused: names or shapes are not those of the model. The old ones serve on.
             WrongStateError: Not started, or asleep.
+            TimeoutError: As in `sleep_async`.
             EngineStoppedError: It was stopped, or failed, meanwhile. Several ranks may have different weights after a
                 stop: the engine can then be released, but not started again.
             BaseException: A rank failed, and the engine with it.

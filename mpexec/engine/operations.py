@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpexec.engine.engine_loop import EngineLoop
+from mpexec.engine.health import RankHealth
 from mpexec.engine.request import RequestManager
 from mpexec.engine.scheduler import Pace
 from mpexec.errors import ConfigError, EngineStoppedError, ExecutorStoppedError, WrongStateError
@@ -38,16 +39,20 @@ class Operations:
             `ValueError` has changed nothing; a `wakeup` without a `sleep` changes nothing either.
         loop: Of the same engine; told how far requests may go.
         requests: Of the same engine.
+        step_timeout: Seconds for the steps under way, once no request is waited for; None waits.
 
     Attributes:
         state: "awake", "draining", "asleep".
     """
 
-    def __init__(self, executor: Executor, loop: EngineLoop, requests: RequestManager) -> None:
+    def __init__(
+        self, executor: Executor, loop: EngineLoop, requests: RequestManager, step_timeout: float | None
+    ) -> None:
         self.state = "awake"
         self._executor = executor
         self._loop = loop
         self._requests = requests
+        self._step_timeout = step_timeout
         self._turn = asyncio.Lock()
         self._ranks_may_differ = False
 
@@ -115,16 +120,17 @@ class Operations:
         """No step is under way inside. Requests go on afterwards, unless the engine is asleep then."""
         if drain_timeout is not None and not drain_timeout >= 0:
             raise ConfigError(f"drain_timeout={drain_timeout!r}: use seconds of at least 0, or None to wait")
-        if pace is Pace.NONE:
-            drain_timeout = None  # only steps under way are waited for, and no request is to end
         self._check_serving()
         self.state = "draining"
         self._loop.set_pace(pace)
         try:
-            if not await self._comes_to_rest(drain_timeout):
+            drained = pace is Pace.FINISH and await self._comes_to_rest(drain_timeout)
+            if pace is Pace.FINISH and not drained:
                 late = f"the engine {what}, and this request had not ended within {drain_timeout:g} s: send it again"
                 self._loop.interrupt(EngineStoppedError(late))
-                await self._comes_to_rest(None)
+            if not drained and not await self._comes_to_rest(self._step_timeout):
+                ranks = "; ".join(str(RankHealth.of_row(row)) for row in self._executor.describe()["ranks"])
+                raise TimeoutError(f"a step has not ended within {self._step_timeout} s: {ranks}")
             yield
         finally:
             if self.state != "asleep":

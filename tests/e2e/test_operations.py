@@ -328,6 +328,21 @@ async def test_health_names_what_a_rank_is_stuck_in_and_says_stalled_after_the_l
         assert engine.health().ok
 
 
+async def test_a_step_that_does_not_end_is_named_by_the_sleep_that_waits_for_it(make: MakeEngine) -> None:
+    async with make(world_size=2, stall_timeout=0.3) as engine:
+        os.kill(engine.rank_pids[0], signal.SIGSTOP)
+        running = asyncio.create_task(tokens(engine, 10, 20))
+        try:
+            await until(lambda: engine.metrics().running)
+            with pytest.raises(TimeoutError, match=r"within 0\.3 s: rank 0 .* stopped"):
+                await engine.sleep_async(drain_timeout=0.0)
+            with pytest.raises(EngineStoppedError, match="put to sleep"):
+                await running
+        finally:
+            os.kill(engine.rank_pids[0], signal.SIGCONT)
+        assert await tokens(engine, 1) == [2, 3, 4]
+
+
 async def test_health_shows_a_step_while_a_rank_is_in_it(make: MakeEngine) -> None:
     async with make(world_size=2, step_seconds=0.2) as engine:
         running = asyncio.create_task(tokens(engine, 10, 5))
