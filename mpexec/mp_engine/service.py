@@ -51,6 +51,7 @@ class EngineService(TaskOwner):
         self._server = server
         self._streams = 0
         self._draining = False
+        self._is_told = False
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -109,7 +110,7 @@ class EngineService(TaskOwner):
             async with aclosing(self._engine.generate(prompt, params, priority=priority, wait=wait)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is not None:
-                        self._server.publish(self._news())
+                        self._tell_end()
                     yield output.text, output.token_ids, output.finish_reason, output.logprobs
         finally:
             self._streams -= 1
@@ -176,6 +177,16 @@ class EngineService(TaskOwner):
         # The root cause may not travel as it is: `say_closed` boxes it.
         health = replace(self._engine.health(), reason=None)
         return News(self._engine.metrics(), health, self._engine.stall_timeout)
+
+    def _tell_end(self) -> None:
+        """Publish before an answer's last piece; once in a turn of the loop, as many answers may end in one step."""
+        if not self._is_told:
+            self._is_told = True
+            asyncio.get_running_loop().call_soon(self._turn_is_over)
+            self._server.publish(self._news())
+
+    def _turn_is_over(self) -> None:
+        self._is_told = False
 
     async def _publish_news(self) -> None:
         """Clients see counts that are a moment old; while nothing changes, nothing is sent."""
