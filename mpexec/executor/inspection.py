@@ -44,20 +44,28 @@ class Inspectable(Protocol):
 
 def offer(executor: Inspectable) -> None:
     """Let an executor be looked at from now on, if the environment asks for it; a folder that is not safe is logged."""
-    global _server
     if os.environ.get(VARIABLE, "0") in ("", "0"):
         return
     with _lock:
-        if _server is None or not _server.is_alive:
-            try:
-                earlier, _server = _server, _Server()
-            except (ConfigError, OSError, RuntimeError) as refused:
-                logger.warning("no inspection of this process: %s", refused)
+        while (server := _serving()) is not None:
+            server.executors.add(executor)
+            if server is _server:  # else the last one before was released, or collected, amid this
+                weakref.finalize(executor, _withdraw_forgotten).atexit = False
                 return
-            if earlier is not None:
-                _server.executors.update(earlier.executors)
-        server = _server
-        server.executors.add(executor)
+
+
+def _serving() -> _Server | None:
+    """The server, made if there is none that lives; None if none can be. Called with the lock held."""
+    global _server
+    if _server is None or not _server.is_alive:
+        try:
+            earlier, _server = _server, _Server()
+        except (ConfigError, OSError, RuntimeError) as refused:
+            logger.warning("no inspection of this process: %s", refused)
+            return None
+        if earlier is not None:
+            _server.executors.update(earlier.executors)
+    return _server
 
 
 def withdraw(executor: Inspectable) -> None:
@@ -75,6 +83,21 @@ def withdraw(executor: Inspectable) -> None:
             return
         _server = None
     server.close()
+
+
+def _withdraw_forgotten() -> None:
+    """Close the socket if no executor is left. Garbage collections run this amid anything, so it waits for nothing."""
+    global _server
+    if not _lock.acquire(blocking=False):  # an answer is under way, and looks after it
+        return
+    try:
+        server = _server
+        if server is None or any(True for _ in server.executors):  # len() would count the one that goes
+            return
+        _server = None
+    finally:
+        _lock.release()
+    server.post_close()
 
 
 class _Server:
@@ -109,10 +132,14 @@ class _Server:
         """False once the thread has ended, as it does where the process has no descriptor left to accept with."""
         return self._thread.is_alive()
 
-    def close(self) -> None:
-        """End the thread and remove the socket; waits until that is done, two seconds at most."""
+    def post_close(self) -> None:
+        """Have the thread end and remove the socket."""
         if self.is_alive:
             linux.ring_eventfd(self._bell.fd)
+
+    def close(self) -> None:
+        """As `post_close`; waits until that is done, two seconds at most."""
+        self.post_close()
         if threading.current_thread() is not self._thread:
             self._thread.join(_ANSWER_S)
 
@@ -133,6 +160,7 @@ class _Server:
                     self._connection = connection
                     self._serve(connection)
                     self._connection = None
+                _withdraw_forgotten()
         except OSError as failed:
             logger.warning("no inspection of this process any more: %s", failed)
         finally:

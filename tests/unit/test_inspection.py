@@ -117,6 +117,32 @@ def test_an_executor_that_nobody_holds_any_more_is_not_shown(looked: Looked) -> 
     assert len(find_drivers()[0].executors) == 1
 
 
+def test_the_socket_goes_with_the_last_executor_that_nobody_holds_any_more(place: Path) -> None:
+    executor = Looked()
+    offer(executor)
+    (thread,) = inspection_threads()
+    del executor
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert os.listdir(place) == []
+
+
+def test_an_executor_that_is_forgotten_amid_an_answer_takes_the_socket_with_it(place: Path) -> None:
+    class Forgotten(Looked):
+        def describe(self) -> dict[str, Any]:
+            held.clear()
+            return {"kind": "mp"}
+
+    held: list[Looked] = [Forgotten()]
+    offer(held[0])
+    (thread,) = inspection_threads()
+    ask(place, b'{"want": "describe"}\n')  # which may not be answered any more
+    thread.join(10)
+    assert not thread.is_alive()
+    assert os.listdir(place) == []
+
+
 def test_one_that_fails_to_tell_does_not_hide_the_others(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mute(Looked):
         def describe(self) -> dict[str, Any]:
