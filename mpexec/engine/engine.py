@@ -24,7 +24,7 @@ from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
 from mpexec.executor.threads import in_thread
 from mpexec.tasks import TaskOwner, TaskSet
-from mpexec.worker.profiling import start_profile, stop_profile
+from mpexec.worker.profiling import discard_profile, start_profile, stop_profile
 
 if TYPE_CHECKING:
     from mpexec.agent.base import ModelAgent
@@ -203,6 +203,7 @@ class Engine(TaskOwner):
         self.requests = RequestManager()
         self._plan = plan
         self._stop_timeout = config.stop_timeout
+        self._is_profiled = False  # as far as known here: a start that was cancelled or failed counts
         self._stall_timeout = config.stall_timeout
         self._engine_loop = EngineLoop(executor, lambda first_step: plan.scheduler(config, first_step), self.requests)
         self._operations = Operations(executor, self._engine_loop, self.requests, config.stall_timeout)
@@ -410,6 +411,7 @@ class Engine(TaskOwner):
         Raises:
             ConfigError: The ranks are being profiled already.
         """
+        self._is_profiled = True
         await self.executor.collective_rpc_async(start_profile, (record_shapes, with_stack), reply_ranks=())
 
     async def stop_profile_async(self, path: str | Path) -> Path:
@@ -421,6 +423,7 @@ class Engine(TaskOwner):
         """
         file = check_file(path)
         traces = await self.executor.collective_rpc_async(stop_profile)
+        self._is_profiled = False
         await in_thread(lambda: write_trace(file, traces, self.rank_pids), name="mpexec-write-trace")
         return file
 
@@ -459,11 +462,18 @@ class Engine(TaskOwner):
         tasks.start(self._engine_loop.wait_tasks(), name="engine_loop")
 
     async def start_async(self) -> None:
-        """Start the executor's agents and the tasks; requests are served when this returns."""
-        if not self.running:
+        """Start the executor's agents and the tasks; requests are served when this returns.
+
+        A profile that was going on when the engine was stopped is dropped.
+        """
+        is_new = not self.running
+        if is_new:
             self._operations.check_ranks()
             await self._engine_loop.start_async()
         self.start()
+        if is_new and self._is_profiled:
+            await self.executor.collective_rpc_async(discard_profile, reply_ranks=())
+            self._is_profiled = False
 
     async def _close(self) -> None:
         await self._engine_loop.stop_async()

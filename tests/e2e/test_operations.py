@@ -352,6 +352,20 @@ async def test_health_shows_a_step_while_a_rank_is_in_it(make: MakeEngine) -> No
         await until(lambda: [rank.method for rank in engine.health().ranks] == [None] * 2)
 
 
+async def test_a_profile_does_not_go_on_over_a_stop_and_a_start(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make()
+    await engine.start_async()
+    await engine.start_profile_async()
+    await engine.stop_async()
+    async with engine:
+        with pytest.raises(ConfigError, match="not being profiled"):
+            await engine.stop_profile_async(tmp_path / "trace.json")
+        async with engine.profile(tmp_path / "trace.json"):
+            await tokens(engine, 1)
+        await engine.start_async()  # running, it changes nothing
+    assert (tmp_path / "trace.json").exists()
+
+
 def forwards(engine: Engine) -> list[int]:
     """How many steps each rank has been through."""
     ranks = engine.metrics().executor.ranks
