@@ -427,6 +427,11 @@ class Engine(TaskOwner):
         await in_thread(lambda: write_trace(file, traces, self.rank_pids), name="mpexec-write-trace")
         return file
 
+    async def discard_profile_async(self) -> None:
+        """End the profile, if there is one, without a file."""
+        await self.executor.collective_rpc_async(discard_profile, reply_ranks=())
+        self._is_profiled = False
+
     # -- what people see -----------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
@@ -472,8 +477,7 @@ class Engine(TaskOwner):
             await self._engine_loop.start_async()
         self.start()
         if is_new and self._is_profiled:
-            await self.executor.collective_rpc_async(discard_profile, reply_ranks=())
-            self._is_profiled = False
+            await self.discard_profile_async()
 
     async def _close(self) -> None:
         await self._engine_loop.stop_async()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ from typing import Any
 from mpexec.agent.checkpoint import CheckpointFacts
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.engine.engine import Engine, Health, Metrics, SamplingParams
-from mpexec.errors import EngineStoppedError
-from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
+from mpexec.errors import ConfigError, EngineStoppedError
+from mpexec.mp_engine.zmq_rpc import AsyncRPCServer, when_caller_goes
 from mpexec.tasks import TaskOwner, TaskSet
+
+logger = logging.getLogger(__name__)
 
 _METRICS_EVERY_S = 0.1
 
@@ -52,6 +55,8 @@ class EngineService(TaskOwner):
         self._streams = 0
         self._draining = False
         self._is_told = False
+        self._profile: object = None  # stands for the one that a client has begun
+        self._abandoned = asyncio.Event()
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -63,7 +68,7 @@ class EngineService(TaskOwner):
             ("sleep", self.sleep),
             ("wakeup", self.wakeup),
             ("update_params", self.update_params),
-            ("start_profile", engine.start_profile_async),
+            ("start_profile", self.start_profile),
             ("stop_profile", self.stop_profile),
         ):
             server.register(name, function)
@@ -79,6 +84,7 @@ class EngineService(TaskOwner):
         self._begun = asyncio.Event()
         tasks.start(self._watch_engine(), name="engine")
         tasks.start(self._tell_failure(), name="failure")
+        tasks.start(self._drop_profiles(), name="profiles")
 
     # -- what clients call -------------------------------------------------------------------------------------------
 
@@ -138,9 +144,31 @@ class EngineService(TaskOwner):
         finally:
             self._server.publish(self._news())
 
+    async def start_profile(self, record_shapes: bool = False, with_stack: bool = False) -> None:
+        """As `Engine.start_profile_async`; should the client go, its profile goes, too."""
+        earlier, mine = self._profile, object()
+        self._profile = mine
+        when_caller_goes(lambda: self._abandoned.set() if self._profile is mine else None)
+        try:
+            await self._engine.start_profile_async(record_shapes=record_shapes, with_stack=with_stack)
+        except ConfigError:
+            self._profile = earlier
+            raise
+
+    async def _drop_profiles(self) -> None:
+        while True:
+            await self._abandoned.wait()
+            self._abandoned.clear()
+            try:
+                await self._engine.discard_profile_async()
+            except Exception as error:  # the engine has failed, or was stopped; its next start drops the profile
+                logger.debug("a profile was not dropped: %r", error)
+
     async def stop_profile(self, path: str) -> str:
         """End the profile and write it, as `Engine.stop_profile_async`."""
-        return str(await self._engine.stop_profile_async(path))
+        written = await self._engine.stop_profile_async(path)
+        self._profile = None
+        return str(written)
 
     async def drain(self, seconds: float) -> bool:
         """Take no new requests, and wait for those that run; False if some still do when the time is over."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from mpexec.engine.health import Health
 from mpexec.engine.metrics import Metrics
 from mpexec.engine.sampling_params import SamplingParams
+from mpexec.errors import ConfigError
 from mpexec.mp_engine.service import EngineService
 
 
@@ -21,7 +24,7 @@ async def nothing() -> None:
 def service(health: Health, **engine: Any) -> tuple[EngineService, list[Any]]:
     """One over an engine with these methods, and what it publishes."""
     published: list[Any] = []
-    common = {"metrics": Metrics, "health": lambda: health, "stall_timeout": None, "start_profile_async": nothing}
+    common = {"metrics": Metrics, "health": lambda: health, "stall_timeout": None}
     server: Any = SimpleNamespace(register=lambda *_: None, publish=published.append)
     made: Any = SimpleNamespace(**common, **engine)
     return EngineService(made, server), published
@@ -59,3 +62,38 @@ async def test_answers_that_end_together_are_told_once_before_their_last_pieces(
     await asyncio.sleep(0)
     step.set()
     assert await later == 2
+
+
+async def test_a_profile_goes_with_the_client_that_has_begun_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes: list[Callable[[], None]] = []
+    asked: list[str] = []
+    discarded = asyncio.Event()
+    monkeypatch.setattr("mpexec.mp_engine.service.when_caller_goes", goes.append)
+
+    async def begin(**_: bool) -> None:
+        if asked:
+            raise ConfigError("the ranks are being profiled already")
+        asked.append("start")
+
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    async def discard() -> None:
+        asked.append("discard")
+        discarded.set()
+
+    engine, _ = service(Health(True, "running"), start_profile_async=begin, discard_profile_async=discard)
+    monkeypatch.setattr(engine, "_watch_server", wait)
+    monkeypatch.setattr(engine, "_tell_failure", wait)
+    async with engine:
+        await engine.start_profile()
+        with pytest.raises(ConfigError):
+            await engine.start_profile()
+        first, refused = goes
+        refused()
+        await asyncio.sleep(0)
+        assert asked == ["start"]
+        first()
+        async with asyncio.timeout(10):
+            await discarded.wait()
+    assert asked == ["start", "discard"]
