@@ -115,5 +115,7 @@ def _invert(scores: Tensor, points: list[float]) -> list[int]:
     total = cumulative[:, -1:]
     targets = torch.tensor(points, dtype=torch.float64, device=scores.device)[:, None] * total
     targets = targets.minimum(total.nextafter(torch.zeros_like(total)))
-    found: list[int] = torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
-    return found
+    found = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    # Scores that are no numbers are found nowhere: the model must not be asked for a token that there is not.
+    tokens: list[int] = found.clamp_(max=scores.shape[-1] - 1).tolist()
+    return tokens

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from mpexec.config import START_METHODS
+from mpexec.engine.sampling_params import LEAST_SCALE, is_temperature
 
 EXECUTORS = ("auto", "mp", "ray")
 
@@ -59,6 +60,17 @@ class Number(click.ParamType[float]):
     def _bounds(self) -> str:
         lower = f"of at least {self._least:g}" if self._above is None else f"above {self._above:g}"
         return lower if self._most == math.inf else f"{lower} and at most {self._most:g}"
+
+
+class Temperature(Number):
+    """0, or a number that scores can be divided by."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number, or a usage error that names the value."""
+        number = super().convert(value, param, ctx)
+        if not is_temperature(number):
+            self.fail(f"{value!r} is neither 0 nor at least {LEAST_SCALE:g}.", param, ctx)
+        return number
 
 
 class StopString(click.ParamType[str]):
@@ -135,7 +147,7 @@ _SAMPLING = (
     ),
     click.option(
         "--temperature",
-        type=Number(),
+        type=Temperature(),
         default=0.0,
         show_default=True,
         help="0 takes the most likely token each time; higher is more varied.",
@@ -163,7 +175,7 @@ _SAMPLING = (
     ),
     click.option(
         "--repetition-penalty",
-        type=Number(above=0.0),
+        type=Number(least=LEAST_SCALE),
         help="Above 1, tokens that prompt or answer have already become less likely. Default: 1.",
     ),
     click.option(

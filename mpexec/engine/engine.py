@@ -19,12 +19,12 @@ from mpexec.engine.operations import Operations, Weights
 from mpexec.engine.profiling import check_file, profiling, write_trace
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType
 from mpexec.engine.sampling_params import SamplingParams
-from mpexec.engine.scheduler import Scheduler, check_prompt
+from mpexec.engine.scheduler import DEPTH, Scheduler, check_prompt
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
 from mpexec.executor.threads import in_thread
 from mpexec.tasks import TaskOwner, TaskSet
-from mpexec.worker.profiling import start_profile, stop_profile
+from mpexec.worker.profiling import discard_profile, start_profile, stop_profile
 
 if TYPE_CHECKING:
     from mpexec.agent.base import ModelAgent
@@ -161,6 +161,12 @@ class ModelPlan:
         )
 
 
+def _check_outputs(most: Any) -> None:
+    """Refuse a bound of outputs that are not taken, at which the engine would wait for itself."""
+    if isinstance(most, int) and most < DEPTH:
+        raise ConfigError(f"max_outputs={most}: an engine keeps {DEPTH} steps in flight; use at least {DEPTH}")
+
+
 def _has_tokenizers() -> bool:
     from importlib.util import find_spec
 
@@ -184,20 +190,23 @@ class Engine(TaskOwner):
     loop.
 
     Args:
-        executor: Its agent understands `mpexec.agent.steps`. The engine starts, stops and releases it.
+        executor: Its agent understands `mpexec.agent.steps`. The engine starts, stops and releases it. It must take
+            two inputs before an output is taken: `max_outputs` of at least 2.
         plan: The model that the agent runs.
         config: Limits; the slots must be those of the agent.
     """
 
     def __init__(self, executor: Executor, plan: ModelPlan, config: EngineConfig) -> None:
         super().__init__()
+        _check_outputs(executor.spec.max_outputs)
         self.executor = executor
         self.requests = RequestManager()
         self._plan = plan
         self._stop_timeout = config.stop_timeout
+        self._is_profiled = False  # as far as known here: a start that was cancelled or failed counts
         self._stall_timeout = config.stall_timeout
         self._engine_loop = EngineLoop(executor, lambda first_step: plan.scheduler(config, first_step), self.requests)
-        self._operations = Operations(executor, self._engine_loop, self.requests)
+        self._operations = Operations(executor, self._engine_loop, self.requests, config.stall_timeout)
 
     @classmethod
     def from_pretrained(
@@ -231,6 +240,7 @@ class Engine(TaskOwner):
 
         config = config or EngineConfig()
         plan = ModelPlan.read(path, tp, config)
+        _check_outputs(fields.get("max_outputs"))  # before any rank starts
         return cls(build_executor(plan.worker_spec(config, dtype=dtype), backend, **fields), plan, config)
 
     @classmethod
@@ -248,6 +258,7 @@ class Engine(TaskOwner):
         from mpexec.executor import build_executor_async
 
         limits = config or EngineConfig()
+        _check_outputs(fields.get("max_outputs"))
         plan = await in_thread(lambda: ModelPlan.read(path, tp, limits), name="mpexec-read-model")
         executor = await build_executor_async(plan.worker_spec(limits, dtype=dtype), backend, **fields)
         return cls(executor, plan, limits)
@@ -331,11 +342,12 @@ class Engine(TaskOwner):
         Args:
             level: How deep; see the agent.
             drain_timeout: Seconds for the requests that run; those that have not ended by then end with
-                `EngineStoppedError`. None waits for them.
+                `EngineStoppedError`. None waits for them. A step under way is waited for beyond that.
 
         Raises:
             ConfigError: A bad value; the engine serves on.
             WrongStateError: Not started.
+            TimeoutError: The step under way then did not end within `stall_timeout`; it names what ranks are at.
             EngineStoppedError: It was stopped, or failed, meanwhile.
             BaseException: A rank failed, and the engine with it.
         """
@@ -362,13 +374,15 @@ class Engine(TaskOwner):
                 of a folder of them, that every rank can read.
             drain: Let requests that run end with the weights with which they began. False changes the weights between
                 two steps: running answers go on with the new ones, over keys and values of the old ones.
-            drain_timeout: As in `sleep_async`.
+            drain_timeout: As in `sleep_async`; without a drain no request is ended, and it has no effect.
 
         Raises:
             ConfigError: No such file, or no tensors; or the ranks refused the weights. The old ones serve on.
             ValueError: The ranks refused: names or shapes are not those of the model. The old ones serve on.
             WrongStateError: Not started, or asleep.
-            EngineStoppedError: It was stopped, or failed, meanwhile.
+            TimeoutError: As in `sleep_async`.
+            EngineStoppedError: It was stopped, or failed, meanwhile. Several ranks may have different weights after a
+                stop: the engine can then be released, but not started again.
             BaseException: A rank failed, and the engine with it.
         """
         await self._operations.update_params_async(weights, drain, drain_timeout)
@@ -397,6 +411,7 @@ class Engine(TaskOwner):
         Raises:
             ConfigError: The ranks are being profiled already.
         """
+        self._is_profiled = True
         await self.executor.collective_rpc_async(start_profile, (record_shapes, with_stack), reply_ranks=())
 
     async def stop_profile_async(self, path: str | Path) -> Path:
@@ -408,8 +423,14 @@ class Engine(TaskOwner):
         """
         file = check_file(path)
         traces = await self.executor.collective_rpc_async(stop_profile)
+        self._is_profiled = False
         await in_thread(lambda: write_trace(file, traces, self.rank_pids), name="mpexec-write-trace")
         return file
+
+    async def discard_profile_async(self) -> None:
+        """End the profile, if there is one, without a file."""
+        await self.executor.collective_rpc_async(discard_profile, reply_ranks=())
+        self._is_profiled = False
 
     # -- what people see -----------------------------------------------------------------------------------------------
 
@@ -446,10 +467,17 @@ class Engine(TaskOwner):
         tasks.start(self._engine_loop.wait_tasks(), name="engine_loop")
 
     async def start_async(self) -> None:
-        """Start the executor's agents and the tasks; requests are served when this returns."""
-        if not self.running:
+        """Start the executor's agents and the tasks; requests are served when this returns.
+
+        A profile that was going on when the engine was stopped is dropped.
+        """
+        is_new = not self.running
+        if is_new:
+            self._operations.check_ranks()
             await self._engine_loop.start_async()
         self.start()
+        if is_new and self._is_profiled:
+            await self.discard_profile_async()
 
     async def _close(self) -> None:
         await self._engine_loop.stop_async()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpexec.engine.engine_loop import EngineLoop
+from mpexec.engine.health import RankHealth
 from mpexec.engine.request import RequestManager
 from mpexec.engine.scheduler import Pace
 from mpexec.errors import ConfigError, EngineStoppedError, ExecutorStoppedError, WrongStateError
@@ -24,6 +25,9 @@ from mpexec.tasks import cancel_async_tasks
 if TYPE_CHECKING:
     from mpexec.executor.base import Executor
 
+# Ranks read whole weights before they find them wrong, each at its own speed; an end of a rank is seen at once.
+_LOADING_GRACE_S = 30.0
+
 Weights = str | Path | Mapping[str, Any]
 
 
@@ -32,23 +36,41 @@ class Operations:
 
     Args:
         executor: Its agent has the methods `sleep`, `wakeup` and `update_params`. One that raises `ConfigError` or
-            `ValueError` has changed nothing.
+            `ValueError` has changed nothing; a `wakeup` without a `sleep` changes nothing either.
         loop: Of the same engine; told how far requests may go.
         requests: Of the same engine.
+        step_timeout: Seconds for the steps under way, once no request is waited for; None waits.
 
     Attributes:
         state: "awake", "draining", "asleep".
     """
 
-    def __init__(self, executor: Executor, loop: EngineLoop, requests: RequestManager) -> None:
+    def __init__(
+        self, executor: Executor, loop: EngineLoop, requests: RequestManager, step_timeout: float | None
+    ) -> None:
         self.state = "awake"
         self._executor = executor
         self._loop = loop
         self._requests = requests
+        self._step_timeout = step_timeout
         self._turn = asyncio.Lock()
+        self._ranks_may_differ = False
+
+    def check_ranks(self) -> None:
+        """Refuse a start over ranks that may have different weights.
+
+        Raises:
+            WrongStateError: A stop came while they took other ones.
+        """
+        if self._ranks_may_differ:
+            raise WrongStateError(
+                "the engine was stopped while its ranks took other weights, and they may differ: release it",
+                state="stopped",
+            )
 
     def open(self) -> None:
         """The engine starts, perhaps on another event loop."""
+        self.check_ranks()
         self._turn = asyncio.Lock()
 
     async def sleep_async(self, level: int, drain_timeout: float | None) -> None:
@@ -102,10 +124,13 @@ class Operations:
         self.state = "draining"
         self._loop.set_pace(pace)
         try:
-            if not await self._comes_to_rest(drain_timeout):
+            drained = pace is Pace.FINISH and await self._comes_to_rest(drain_timeout)
+            if pace is Pace.FINISH and not drained:
                 late = f"the engine {what}, and this request had not ended within {drain_timeout:g} s: send it again"
                 self._loop.interrupt(EngineStoppedError(late))
-                await self._comes_to_rest(None)
+            if not drained and not await self._comes_to_rest(self._step_timeout):
+                ranks = "; ".join(str(RankHealth.of_row(row)) for row in self._executor.describe()["ranks"])
+                raise TimeoutError(f"a step has not ended within {self._step_timeout} s: {ranks}")
             yield
         finally:
             if self.state != "asleep":
@@ -147,7 +172,7 @@ class Operations:
                 interrupted = cancelled
         error = call.exception()
         if isinstance(error, ExecutorStoppedError):
-            error = EngineStoppedError(f"the engine was stopped before every rank was done with {method!r}")
+            error = self._torn_by_stop(method)
         elif error is not None and not self._is_refusal(error):
             self._loop.fail(error)
         if error is None:
@@ -157,9 +182,23 @@ class Operations:
         if error is not None:
             raise error
 
+    def _torn_by_stop(self, method: str) -> BaseException:
+        """Note what a stop may leave: each rank may have done it or not. Returns the caller's error."""
+        if method == "sleep":
+            self._fall_asleep()  # waking a rank that did not fall asleep changes nothing
+        self._ranks_may_differ |= method == "update_params" and self._executor.world_size > 1
+        ended = self._requests.stop_response
+        failed = None if ended is None else ended.to_exception()
+        if failed is not None and failed.__cause__ is not None:
+            return failed
+        return EngineStoppedError(f"the engine was stopped before every rank was done with {method!r}")
+
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
         try:
-            self._executor.collective_rpc(method, args, reply_ranks=())
+            grace = self._executor.spec.failure_grace
+            if method == "update_params" and grace is not None:
+                grace = max(grace, _LOADING_GRACE_S)
+            self._executor.collective_rpc(method, args, reply_ranks=(), failure_grace=grace)
         except AttributeError as error:
             if method in str(error) and error.__cause__ is None:  # raised here, not on a rank
                 raise ConfigError(f"the agent has no method {method!r}") from None

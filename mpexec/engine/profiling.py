@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,13 @@ class Profiled(Protocol):
 async def profiling(engine: Profiled, path: str | Path, **options: bool) -> AsyncIterator[Path]:
     """Profile for as long as the block lasts. An error of the block is not hidden by one of the writing."""
     file = check_file(path)
-    await engine.start_profile_async(**options)
+    try:
+        await engine.start_profile_async(**options)
+    except asyncio.CancelledError:
+        # The ranks begin all the same, and would record for ever; calls keep their order, so this ends it.
+        with suppress(Exception):
+            await engine.stop_profile_async(file)
+        raise
     try:
         yield file
     except BaseException as error:

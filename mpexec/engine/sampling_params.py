@@ -14,6 +14,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the stream may hold back as many
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
+LEAST_SCALE = 1e-5  # of a temperature above 0, and of a penalty: scores divided by less may overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +23,14 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: Most tokens to generate; the context limit may end the text earlier.
-        temperature: 0 takes the most likely token each time; above 0 a token is drawn.
+        temperature: 0 takes the most likely token each time; from 1e-5 on a token is drawn.
         seed: Starts the random numbers of this request; the same seed gives the same text. No effect at temperature 0.
         ignore_eos: Go on after a token that the model ends a text with.
         top_k: Draw from the k most likely tokens only; 0 is all.
         top_p: Draw from the most likely tokens that together have this probability; 1 is all.
         min_p: Draw only tokens at least this share as likely as the most likely one; 0 is all.
         repetition_penalty: Above 1, tokens that prompt or answer have already become less likely; 1 changes nothing.
+            At least 1e-5.
         logprobs: Report each token's log probability, and as many of the most likely tokens; None reports nothing.
         stop: Strings that end the text, one or up to 16; the text ends before them. A tuple once made.
         stop_token_ids: Further tokens that end the text; they have no text of their own. A tuple once made.
@@ -49,16 +51,17 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check("max_new_tokens", _is_integer(self.max_new_tokens) and self.max_new_tokens >= 1,
                     "an integer of at least 1")  # fmt: skip
-        self._check("temperature", _within(self.temperature, 0, sys.float_info.max),
-                    "0 (greedy) or a finite number above 0")  # fmt: skip
+        self._check("temperature",
+                    _within(self.temperature, 0, sys.float_info.max) and is_temperature(self.temperature),
+                    f"0 (greedy) or a finite number of at least {LEAST_SCALE:g}")  # fmt: skip
         self._check("seed", _is_integer(self.seed) and 0 <= self.seed < 1 << 63, "an integer from 0 to 2**63 - 1")
         self._check("top_k", _is_integer(self.top_k) and 0 <= self.top_k < 1 << 31,
                     "0 (all tokens) or an integer of at least 1")  # fmt: skip
         self._check("top_p", _within(self.top_p, 0, 1) and self.top_p > 0, "a number above 0, up to 1 (all tokens)")
         self._check("min_p", _within(self.min_p, 0, 1), "a number from 0 (all tokens) to 1")
         self._check("repetition_penalty",
-                    _within(self.repetition_penalty, 0, sys.float_info.max) and self.repetition_penalty > 0,
-                    "a finite number above 0; 1 is no penalty")  # fmt: skip
+                    _within(self.repetition_penalty, LEAST_SCALE, sys.float_info.max),
+                    f"a finite number of at least {LEAST_SCALE:g}; 1 is no penalty")  # fmt: skip
         self._check("logprobs",
                     self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
                     f"None or an integer from 0 to {MAX_LOGPROBS}")  # fmt: skip
@@ -105,6 +108,11 @@ class SamplingParams:
             repetition_penalty=float(self.repetition_penalty),
             logprobs=self.logprobs,
         )
+
+
+def is_temperature(value: float) -> bool:
+    """False for one so small that scores divided by it may overflow."""
+    return value == 0 or value >= LEAST_SCALE
 
 
 def _is_integer(value: Any) -> bool:

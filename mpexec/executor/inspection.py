@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 import weakref
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from mpexec.deadline import Deadline
@@ -43,17 +44,28 @@ class Inspectable(Protocol):
 
 def offer(executor: Inspectable) -> None:
     """Let an executor be looked at from now on, if the environment asks for it; a folder that is not safe is logged."""
-    global _server
     if os.environ.get(VARIABLE, "0") in ("", "0"):
         return
     with _lock:
-        if _server is None or not _server.is_alive:
-            try:
-                _server = _Server()
-            except (ConfigError, OSError) as refused:
-                logger.warning("no inspection of this process: %s", refused)
+        while (server := _serving()) is not None:
+            server.executors.add(executor)
+            if server is _server:  # else the last one before was released, or collected, amid this
+                weakref.finalize(executor, _withdraw_forgotten).atexit = False
                 return
-        _server.executors.add(executor)
+
+
+def _serving() -> _Server | None:
+    """The server, made if there is none that lives; None if none can be. Called with the lock held."""
+    global _server
+    if _server is None or not _server.is_alive:
+        try:
+            earlier, _server = _server, _Server()
+        except (ConfigError, OSError, RuntimeError) as refused:
+            logger.warning("no inspection of this process: %s", refused)
+            return None
+        if earlier is not None:
+            _server.executors.update(earlier.executors)
+    return _server
 
 
 def withdraw(executor: Inspectable) -> None:
@@ -73,6 +85,21 @@ def withdraw(executor: Inspectable) -> None:
     server.close()
 
 
+def _withdraw_forgotten() -> None:
+    """Close the socket if no executor is left. Garbage collections run this amid anything, so it waits for nothing."""
+    global _server
+    if not _lock.acquire(blocking=False):  # an answer is under way, and looks after it
+        return
+    try:
+        server = _server
+        if server is None or any(True for _ in server.executors):  # len() would count the one that goes
+            return
+        _server = None
+    finally:
+        _lock.release()
+    server.post_close()
+
+
 class _Server:
     """The socket and the thread that answers."""
 
@@ -82,30 +109,37 @@ class _Server:
         Raises:
             ConfigError: The folder is not this user's alone.
             OSError: It, or the socket, cannot be made.
+            RuntimeError: No thread can be started.
         """
         self.executors: weakref.WeakSet[Inspectable] = weakref.WeakSet()
-        self._folder = InspectionFolder(own_place(), create=True)
-        try:
+        self._connection: socket.socket | None = None
+        with ExitStack() as opened:
+            self._folder = InspectionFolder(own_place(), create=True)
+            opened.callback(self._folder.close)
             for _ in self._folder.sockets():
                 pass  # looking at them removes those of drivers that have ended
             self._socket, self._name = self._folder.listen()
-        except BaseException:
-            self._folder.close()
-            raise
-        self._connection: socket.socket | None = None
-        self._bell = linux.OwnedFd(linux.eventfd())  # rung once, to end the thread
-        self._thread = threading.Thread(target=self._run, name="mpexec-inspection", daemon=True)
-        self._thread.start()
+            opened.callback(self._socket.close)
+            opened.callback(self._folder.remove, self._name)
+            self._bell = linux.OwnedFd(linux.eventfd())  # rung once, to end the thread
+            opened.callback(self._bell.close)
+            self._thread = threading.Thread(target=self._run, name="mpexec-inspection", daemon=True)
+            self._thread.start()
+            opened.pop_all()  # the thread closes them
 
     @property
     def is_alive(self) -> bool:
         """False once the thread has ended, as it does where the process has no descriptor left to accept with."""
         return self._thread.is_alive()
 
-    def close(self) -> None:
-        """End the thread and remove the socket; waits until that is done, two seconds at most."""
+    def post_close(self) -> None:
+        """Have the thread end and remove the socket."""
         if self.is_alive:
             linux.ring_eventfd(self._bell.fd)
+
+    def close(self) -> None:
+        """As `post_close`; waits until that is done, two seconds at most."""
+        self.post_close()
         if threading.current_thread() is not self._thread:
             self._thread.join(_ANSWER_S)
 
@@ -126,6 +160,7 @@ class _Server:
                     self._connection = connection
                     self._serve(connection)
                     self._connection = None
+                _withdraw_forgotten()
         except OSError as failed:
             logger.warning("no inspection of this process any more: %s", failed)
         finally:
@@ -217,7 +252,7 @@ def thread_stacks() -> list[dict[str, Any]]:
 
 
 _server: _Server | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a finalizer or a signal handler of the user's may release an executor amid an answer
 
 
 @atexit.register
@@ -230,7 +265,7 @@ def _close_at_exit() -> None:
 
 def _forget_in_child() -> None:
     global _server, _lock
-    server, _server, _lock = _server, None, threading.Lock()
+    server, _server, _lock = _server, None, threading.RLock()
     if server is not None:
         server.forget_in_child()
 

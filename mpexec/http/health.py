@@ -52,8 +52,9 @@ class HealthCheck:
 
     def look(self) -> float:
         """Take note of the present counts and return the seconds without progress."""
-        metrics, now = self._engine.metrics(), self._clock()
-        if metrics.steps != self._steps or not metrics.running:
+        metrics, health, now = self._engine.metrics(), self._engine.health(), self._clock()
+        is_held = health.state == "draining" and health.step_age is None  # between two steps, on purpose
+        if metrics.steps != self._steps or not metrics.running or is_held:
             self._steps, self._progress_at = metrics.steps, now
         return now - self._progress_at
 

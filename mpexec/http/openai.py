@@ -17,11 +17,13 @@ from typing import Any, ClassVar
 
 from mpexec.engine.request import MAX_PRIORITY
 from mpexec.engine.sampling_params import (
+    LEAST_SCALE,
     MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOP_TOKENS,
     MAX_STOPS,
     SamplingParams,
+    is_temperature,
 )
 from mpexec.http.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, TextOf
 
@@ -268,14 +270,14 @@ class _Fields:
             f"a string of 1 to {MAX_STOP_LENGTH} characters, or up to {MAX_STOPS} of them",
         )
 
-    def non_negative(self, name: str, default: float) -> float:
+    def temperature(self, name: str, default: float) -> float:
         value = self._left.pop(name, default)
         try:
             number = math.nan if isinstance(value, bool | str) else float(value)
         except (TypeError, OverflowError):
             number = math.nan
-        if not 0 <= number < math.inf:
-            raise _wrong(name, value, "a finite number of at least 0")
+        if not 0 <= number < math.inf or not is_temperature(number):
+            raise _wrong(name, value, f"0, or a finite number of at least {LEAST_SCALE:g}")
         return number
 
     def refuse_rest(self) -> None:
@@ -330,14 +332,17 @@ def _options(fields: _Fields, max_tokens: int | None, logprobs: int | None) -> O
     return Options(
         model=fields.string("model"),
         max_tokens=max_tokens,
-        temperature=fields.non_negative("temperature", 1.0),
+        temperature=fields.temperature("temperature", 1.0),
         seed=fields.integer("seed", least=0),
         ignore_eos=fields.flag("ignore_eos"),
         top_k=max(0, fields.integer("top_k", least=-1, most=(1 << 31) - 1) or 0),
         top_p=fields.within("top_p", 1.0, lambda value: 0 < value <= 1, "a number above 0, up to 1"),
         min_p=fields.within("min_p", 0.0, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
         repetition_penalty=fields.within(
-            "repetition_penalty", 1.0, lambda value: 0 < value <= sys.float_info.max, "a finite number above 0"
+            "repetition_penalty",
+            1.0,
+            lambda value: LEAST_SCALE <= value <= sys.float_info.max,
+            f"a finite number of at least {LEAST_SCALE:g}",
         ),
         stop=fields.stop(),
         stop_token_ids=fields.items(

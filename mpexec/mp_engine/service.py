@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpexec.agent.checkpoint import CheckpointFacts
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.engine.engine import Engine, Health, Metrics, SamplingParams
-from mpexec.errors import EngineStoppedError
-from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
+from mpexec.errors import ConfigError, EngineStoppedError
+from mpexec.mp_engine.zmq_rpc import AsyncRPCServer, when_caller_goes
 from mpexec.tasks import TaskOwner, TaskSet
+
+logger = logging.getLogger(__name__)
 
 _METRICS_EVERY_S = 0.1
 
@@ -51,6 +54,9 @@ class EngineService(TaskOwner):
         self._server = server
         self._streams = 0
         self._draining = False
+        self._is_told = False
+        self._profile: object = None  # stands for the one that a client has begun
+        self._abandoned = asyncio.Event()
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,7 +68,7 @@ class EngineService(TaskOwner):
             ("sleep", self.sleep),
             ("wakeup", self.wakeup),
             ("update_params", self.update_params),
-            ("start_profile", engine.start_profile_async),
+            ("start_profile", self.start_profile),
             ("stop_profile", self.stop_profile),
         ):
             server.register(name, function)
@@ -78,6 +84,7 @@ class EngineService(TaskOwner):
         self._begun = asyncio.Event()
         tasks.start(self._watch_engine(), name="engine")
         tasks.start(self._tell_failure(), name="failure")
+        tasks.start(self._drop_profiles(), name="profiles")
 
     # -- what clients call -------------------------------------------------------------------------------------------
 
@@ -109,7 +116,7 @@ class EngineService(TaskOwner):
             async with aclosing(self._engine.generate(prompt, params, priority=priority, wait=wait)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is not None:
-                        self._server.publish(self._news())
+                        self._tell_end()
                     yield output.text, output.token_ids, output.finish_reason, output.logprobs
         finally:
             self._streams -= 1
@@ -137,9 +144,31 @@ class EngineService(TaskOwner):
         finally:
             self._server.publish(self._news())
 
+    async def start_profile(self, record_shapes: bool = False, with_stack: bool = False) -> None:
+        """As `Engine.start_profile_async`; should the client go, its profile goes, too."""
+        earlier, mine = self._profile, object()
+        self._profile = mine
+        when_caller_goes(lambda: self._abandoned.set() if self._profile is mine else None)
+        try:
+            await self._engine.start_profile_async(record_shapes=record_shapes, with_stack=with_stack)
+        except ConfigError:
+            self._profile = earlier
+            raise
+
+    async def _drop_profiles(self) -> None:
+        while True:
+            await self._abandoned.wait()
+            self._abandoned.clear()
+            try:
+                await self._engine.discard_profile_async()
+            except Exception as error:  # the engine has failed, or was stopped; its next start drops the profile
+                logger.debug("a profile was not dropped: %r", error)
+
     async def stop_profile(self, path: str) -> str:
         """End the profile and write it, as `Engine.stop_profile_async`."""
-        return str(await self._engine.stop_profile_async(path))
+        written = await self._engine.stop_profile_async(path)
+        self._profile = None
+        return str(written)
 
     async def drain(self, seconds: float) -> bool:
         """Take no new requests, and wait for those that run; False if some still do when the time is over."""
@@ -173,7 +202,19 @@ class EngineService(TaskOwner):
             await self._engine.requests.opened_async()
 
     def _news(self) -> News:
-        return News(self._engine.metrics(), self._engine.health(), self._engine.stall_timeout)
+        # The root cause may not travel as it is: `say_closed` boxes it.
+        health = replace(self._engine.health(), reason=None)
+        return News(self._engine.metrics(), health, self._engine.stall_timeout)
+
+    def _tell_end(self) -> None:
+        """Publish before an answer's last piece; once in a turn of the loop, as many answers may end in one step."""
+        if not self._is_told:
+            self._is_told = True
+            asyncio.get_running_loop().call_soon(self._turn_is_over)
+            self._server.publish(self._news())
+
+    def _turn_is_over(self) -> None:
+        self._is_told = False
 
     async def _publish_news(self) -> None:
         """Clients see counts that are a moment old; while nothing changes, nothing is sent."""

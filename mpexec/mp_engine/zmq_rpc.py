@@ -18,6 +18,7 @@ import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from types import GenericAlias
 from typing import Any, get_type_hints
 
@@ -163,12 +164,21 @@ class _ServerCall:
 class _Peer:
     """A client as the server sees it."""
 
-    __slots__ = ("calls", "identity", "outgoing")
+    __slots__ = ("calls", "identity", "outgoing", "when_gone")
 
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
         self.calls: dict[int, _ServerCall] = {}
         self.outgoing: list[Item] = []
+        self.when_gone: list[Callable[[], None]] = []
+
+
+_caller: ContextVar[_Peer] = ContextVar("caller")
+
+
+def when_caller_goes(then: Callable[[], None]) -> None:
+    """Within a method that a client has called: have `then` called should that client go."""
+    _caller.get().when_gone.append(then)
 
 
 class AsyncRPCServer(TaskOwner):
@@ -388,6 +398,7 @@ class AsyncRPCServer(TaskOwner):
         Returns:
             The last that its client hears of it.
         """
+        _caller.set(call.peer)  # the context is this task's own
         try:
             async with asyncio.timeout(request.timeout) as limit:
                 call.limit = limit
@@ -481,6 +492,8 @@ class AsyncRPCServer(TaskOwner):
         peer.outgoing.clear()
         for call in list(peer.calls.values()):
             call.cancel()
+        for then in peer.when_gone:
+            then()
 
 
 class _ClientCall:

@@ -40,6 +40,13 @@ def start_profile(worker: BaseWorker, record_shapes: bool, with_stack: bool) -> 
     _running[worker] = recorder
 
 
+def discard_profile(worker: BaseWorker) -> None:
+    """End the recording, if there is one, and forget it."""
+    recorder = _running.pop(worker, None)
+    if recorder is not None:
+        recorder.__exit__(None, None, None)
+
+
 def stop_profile(worker: BaseWorker) -> bytes:
     """End the recording and return it as a chrome trace.
 

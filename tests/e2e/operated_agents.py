@@ -39,6 +39,7 @@ class OperatedAgent(CountingAgent):
     def update_params(self, weights: Any) -> None:
         """Take any weights; an empty file makes it refuse them."""
         if isinstance(weights, str) and weights.endswith("refused"):
+            threading.Event().wait(0.5 * self.rank)  # longer than ranks may be apart in a step
             raise ValueError("not the weights of this model")
         self._do("update_params")
 
@@ -50,6 +51,10 @@ class OperatedAgent(CountingAgent):
         if self._fails is not None and self._fails[0] == operation and self._fails[1] in (-1, self.rank):
             if self._fails[2] == "hang":
                 threading.Event().wait()
+            if self._fails[2] == "slow":
+                threading.Event().wait(0.3)
+                self.done.append(operation)
+                return
             raise RuntimeError(f"{operation} failed on rank {self.rank}")
         self.done.append(operation)
 

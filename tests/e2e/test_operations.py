@@ -167,6 +167,35 @@ async def test_a_stop_ends_a_sleep_that_waits_for_requests(make: MakeEngine) -> 
             await task
 
 
+async def test_a_stop_amid_a_sleep_leaves_the_engine_asleep_over_the_next_start(make: MakeEngine) -> None:
+    engine = make(world_size=2, fails=("sleep", -1, "slow"))
+    await engine.start_async()
+    sleeping = asyncio.create_task(engine.sleep_async())
+    await until(lambda: [rank.method for rank in engine.health().ranks] == ["sleep"] * 2)
+    await engine.stop_async()
+    with pytest.raises(EngineStoppedError, match="before every rank was done with 'sleep'"):
+        await sleeping
+    await engine.start_async()
+    assert engine.health().state == "sleeping"
+    await engine.wakeup_async()
+    assert await tokens(engine, 1) == [2, 3, 4]
+    await engine.stop_async()
+
+
+async def test_after_a_stop_amid_a_change_of_weights_ranks_may_differ_and_no_start_follows(
+    make: MakeEngine, tmp_path: Path
+) -> None:
+    engine = make(world_size=2, fails=("update_params", -1, "slow"))
+    await engine.start_async()
+    changing = asyncio.create_task(engine.update_params_async(tmp_path))
+    await until(lambda: "update_params" in [rank.method for rank in engine.health().ranks])
+    await engine.stop_async()
+    with pytest.raises(EngineStoppedError, match="update_params"):
+        await changing
+    with pytest.raises(WrongStateError, match="release it"):
+        await engine.start_async()
+
+
 @pytest.mark.parametrize("options", [{"level": 7}, {"drain_timeout": -1.0}, {"drain_timeout": float("nan")}])
 async def test_a_sleep_with_a_bad_value_is_refused_and_the_engine_serves_on(
     make: MakeEngine, options: dict[str, Any]
@@ -245,7 +274,7 @@ async def test_without_a_drain_the_weights_change_between_two_steps(make: MakeEn
     async with make(step_seconds=0.005) as engine:
         running = asyncio.create_task(tokens(engine, 10, 100))
         await until(lambda: engine.metrics().generated_tokens)
-        await engine.update_params_async(tmp_path, drain=False)
+        await engine.update_params_async(tmp_path, drain=False, drain_timeout=0.0)
         assert engine.metrics().finished == 0
         assert await running == list(range(11, 111))
 
@@ -299,6 +328,21 @@ async def test_health_names_what_a_rank_is_stuck_in_and_says_stalled_after_the_l
         assert engine.health().ok
 
 
+async def test_a_step_that_does_not_end_is_named_by_the_sleep_that_waits_for_it(make: MakeEngine) -> None:
+    async with make(world_size=2, stall_timeout=0.3) as engine:
+        os.kill(engine.rank_pids[0], signal.SIGSTOP)
+        running = asyncio.create_task(tokens(engine, 10, 20))
+        try:
+            await until(lambda: engine.metrics().running)
+            with pytest.raises(TimeoutError, match=r"within 0\.3 s: rank 0 .* stopped"):
+                await engine.sleep_async(drain_timeout=0.0)
+            with pytest.raises(EngineStoppedError, match="put to sleep"):
+                await running
+        finally:
+            os.kill(engine.rank_pids[0], signal.SIGCONT)
+        assert await tokens(engine, 1) == [2, 3, 4]
+
+
 async def test_health_shows_a_step_while_a_rank_is_in_it(make: MakeEngine) -> None:
     async with make(world_size=2, step_seconds=0.2) as engine:
         running = asyncio.create_task(tokens(engine, 10, 5))
@@ -306,6 +350,20 @@ async def test_health_shows_a_step_while_a_rank_is_in_it(make: MakeEngine) -> No
         assert (engine.health().ranks[0].seconds or 0.0) < within(0.3)
         await running
         await until(lambda: [rank.method for rank in engine.health().ranks] == [None] * 2)
+
+
+async def test_a_profile_does_not_go_on_over_a_stop_and_a_start(make: MakeEngine, tmp_path: Path) -> None:
+    engine = make()
+    await engine.start_async()
+    await engine.start_profile_async()
+    await engine.stop_async()
+    async with engine:
+        with pytest.raises(ConfigError, match="not being profiled"):
+            await engine.stop_profile_async(tmp_path / "trace.json")
+        async with engine.profile(tmp_path / "trace.json"):
+            await tokens(engine, 1)
+        await engine.start_async()  # running, it changes nothing
+    assert (tmp_path / "trace.json").exists()
 
 
 def forwards(engine: Engine) -> list[int]:

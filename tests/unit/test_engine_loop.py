@@ -11,13 +11,17 @@ from typing import Any, cast
 
 import pytest
 
+from mpexec import UniExecutor
 from mpexec.agent.base import ModelAgent
 from mpexec.agent.steps import StepInput, StepOutput
+from mpexec.config import EngineConfig
+from mpexec.engine.engine import Engine, ModelPlan
 from mpexec.engine.engine_loop import EngineLoop
 from mpexec.engine.request import Generation, Request, RequestManager, RequestType, ResponseType
 from mpexec.engine.sampling_params import SamplingParams
 from mpexec.engine.scheduler import Scheduler
 from mpexec.errors import (
+    ConfigError,
     EngineStoppedError,
     ExecutorBrokenError,
     ExecutorStoppedError,
@@ -418,6 +422,15 @@ async def test_run_raises_the_root_cause_after_clean_up() -> None:
     with pytest.raises(OSError, match="rank lost"):
         await runner
     assert not stack.loop.running
+
+
+def test_an_executor_that_takes_one_input_at_a_time_is_refused() -> None:
+    config = EngineConfig()
+    with pytest.raises(ConfigError, match="max_outputs=1"):
+        Engine.from_pretrained(max_outputs=1)
+    with UniExecutor(CountingAgent, world_size=1, max_outputs=1) as executor:
+        with pytest.raises(ConfigError, match="at least 2"):
+            Engine(executor, ModelPlan.read(None, 1, config), config)
 
 
 def test_leaving_the_event_loop_without_stop_stops_the_executor() -> None:

@@ -117,6 +117,32 @@ def test_an_executor_that_nobody_holds_any_more_is_not_shown(looked: Looked) -> 
     assert len(find_drivers()[0].executors) == 1
 
 
+def test_the_socket_goes_with_the_last_executor_that_nobody_holds_any_more(place: Path) -> None:
+    executor = Looked()
+    offer(executor)
+    (thread,) = inspection_threads()
+    del executor
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert os.listdir(place) == []
+
+
+def test_an_executor_that_is_forgotten_amid_an_answer_takes_the_socket_with_it(place: Path) -> None:
+    class Forgotten(Looked):
+        def describe(self) -> dict[str, Any]:
+            held.clear()
+            return {"kind": "mp"}
+
+    held: list[Looked] = [Forgotten()]
+    offer(held[0])
+    (thread,) = inspection_threads()
+    ask(place, b'{"want": "describe"}\n')  # which may not be answered any more
+    thread.join(10)
+    assert not thread.is_alive()
+    assert os.listdir(place) == []
+
+
 def test_one_that_fails_to_tell_does_not_hide_the_others(looked: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mute(Looked):
         def describe(self) -> dict[str, Any]:
@@ -240,6 +266,37 @@ def test_a_folder_that_is_not_this_users_alone_is_refused(place: Path, monkeypat
     monkeypatch.setattr(inspection_folder.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match=f"belongs to user {os.getuid()}"):
         InspectionFolder(real)
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_and_the_executor_works_without(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    executor, before = Looked(), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        offer(executor)
+    assert "can't start new thread" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
+    with InspectionFolder(place) as folder:
+        assert list(folder.sockets()) == []
+
+
+def test_an_executor_may_be_released_amid_an_answer_on_the_thread_that_answers(
+    looked: Looked, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Looked()
+    offer(other)
+
+    def describe() -> dict[str, Any]:  # as where a garbage collection runs a finalizer
+        withdraw(other)
+        return {"kind": "mp"}
+
+    monkeypatch.setattr(looked, "describe", describe)
+    assert b'"mp"' in ask(place, b'{"want": "describe"}\n')
+    assert inspection_threads()
 
 
 def test_an_unsafe_folder_is_logged_and_the_executor_works_without(

@@ -152,6 +152,8 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
         ("min_p", -0.1),
         ("min_p", True),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-6),
+        ("temperature", 1e-6),
         ("repetition_penalty", 10**400),
         ("stop", ""),
         ("stop", 5),
@@ -402,9 +404,8 @@ async def test_work_ends_when_the_client_goes_and_the_watch_ends_with_the_work()
 def test_only_running_requests_without_steps_are_a_stall() -> None:
     now = [0.0]
     counts = SimpleNamespace(steps=0, running=0)
-    engine: Any = SimpleNamespace(
-        health=lambda: SimpleNamespace(ok=True, state="running", reason=None, ranks=()), metrics=lambda: counts
-    )
+    health = SimpleNamespace(ok=True, state="running", reason=None, ranks=(), step_age=None)
+    engine: Any = SimpleNamespace(health=lambda: health, metrics=lambda: counts)
     check = HealthCheck(engine, 10.0, clock=lambda: now[0])
     for second, steps, running, ok in (
         (100, 0, 0, True),  # idle for long
@@ -417,6 +418,11 @@ def test_only_running_requests_without_steps_are_a_stall() -> None:
     ):
         now[0], counts.steps, counts.running = second, steps, running
         assert check.check().ok == ok, second
+    counts.running, health.state = 1, "draining"
+    now[0] = 222
+    assert check.check().status == "draining"  # requests run and no step does: weights are being changed
+    now[0], health.step_age = 232, 10.0
+    assert not check.check().ok
 
 
 def test_a_stopped_engine_is_unhealthy_with_its_cause() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -77,6 +78,25 @@ async def test_the_error_of_the_block_comes_before_that_of_the_writing(tmp_path:
     with pytest.raises(OSError, match="disk full"):
         async with profiling(engine, tmp_path / "t.json"):
             pass
+
+
+async def test_a_profile_that_is_cancelled_while_it_begins_is_ended(tmp_path: Path) -> None:
+    class Slow(Recorded):
+        async def start_profile_async(self, *, record_shapes: bool = False, with_stack: bool = False) -> None:
+            self.asked.append("start")
+            await asyncio.Event().wait()
+
+    async def profile() -> None:
+        async with profiling(engine, tmp_path / "t.json"):
+            raise AssertionError("it has not begun")
+
+    engine = Slow()
+    task = asyncio.create_task(profile())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.asked == ["start", "stop"]
 
 
 async def test_nothing_is_started_for_a_file_that_cannot_be(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def last(*token_ids: int) -> Response:
         {"min_p": -0.1},
         {"min_p": 2},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-310},
+        {"temperature": 1e-308},
         {"repetition_penalty": math.inf},
         {"repetition_penalty": "1"},
         {"logprobs": -1},

@@ -130,6 +130,14 @@ def test_what_is_filtered_out_is_never_drawn_even_at_the_end_of_the_distribution
         assert choose(logits, [sampler], [[7]]) == [token]
 
 
+@pytest.mark.parametrize("value", [1e-308, float("nan"), float("inf")])
+def test_scores_that_are_no_numbers_still_give_a_token_of_the_vocabulary(value: float) -> None:
+    logits = torch.tensor([[1.0, 2.0, -3.0]]) * (1.0 if value == 1e-308 else value)
+    small = 1e-308 if value == 1e-308 else 1.0
+    for sampling in (Sampling(small, top_k=2), Sampling(1.0, repetition_penalty=small)):
+        assert 0 <= choose(logits, [Sampler(sampling)], [[0, 1]])[0] < 3
+
+
 def test_a_penalty_counts_for_greedy_rows_too() -> None:
     logits = torch.tensor([[3.0, 2.9, -1.0]])
     assert choose(logits, [Sampler(Sampling(repetition_penalty=1.2))], [[0]]) == [1]

@@ -62,7 +62,7 @@ from mpexec.mp_engine.frames import (
     load_value,
 )
 from mpexec.mp_engine.sockets import ClientKeys, SocketFolder, make_keys
-from mpexec.mp_engine.zmq_rpc import MAX_FRAME_BYTES, AsyncRPCClient, AsyncRPCServer
+from mpexec.mp_engine.zmq_rpc import MAX_FRAME_BYTES, AsyncRPCClient, AsyncRPCServer, when_caller_goes
 
 BOUND_S = 20.0
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a coroutine that was never awaited
@@ -963,6 +963,20 @@ async def test_last_words_are_heard_though_the_end_of_the_connection_is_told_fir
         await bounded(client.wait_tasks())
     assert type(caught.value.__cause__) is OwnError
     await client.stop_async()
+
+
+async def test_a_method_may_hear_that_its_client_has_gone(folder: SocketFolder) -> None:
+    gone: list[str] = []
+
+    async def watch(name: str) -> None:
+        when_caller_goes(lambda: gone.append(name))
+
+    async with serving(folder, watch) as server, connected(server) as stays:
+        await stays.call("watch", "stays")
+        async with connected(server) as goes:
+            await goes.call("watch", "goes")
+        await until(lambda: gone)
+        assert gone == ["goes"]
 
 
 async def test_news_reach_every_client_also_past_a_listener_that_raises(
