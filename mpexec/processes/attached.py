@@ -29,6 +29,15 @@ class AttachedProcess(RankProcess):
     def _signal_group(self, number: int) -> None:
         pidfd_send_signal(self.pidfd.fd, number)
 
+    def send_signal(self, number: int, *, group: bool = True) -> None:
+        """As `RankProcess.send_signal`; one that has left gets no signal any more."""
+        if not self.is_over():
+            super().send_signal(number, group=group)
+
+    def state(self) -> str:
+        """As `RankProcess.state`; "gone" too once it has left."""
+        return "gone" if self.is_over() else super().state()
+
     def is_over(self) -> bool:
         """True once it has ended, or has left to end by itself."""
         self._has_left = self._has_left or (not self.lane.closed and hung_up(self.lane.fileno()))

@@ -251,6 +251,16 @@ def test_a_deadline_shows_the_stacks_and_breaks_the_executor(plain: Callable[...
         assert job.codes == [0, 0, 0]  # the failure is the driver's to tell
 
 
+def test_a_worker_that_has_gone_back_to_its_script_is_not_signalled_for_its_stacks(
+    plain: Callable[..., PlainJob], tmp_path: Path
+) -> None:
+    job = plain("stacks", f"path={json.dumps(str(tmp_path / 'has_'))}")
+    found = job.end()
+    assert found["error"] == "WorkerDiedError"
+    assert found["stacks"] == {rank: "<no stack: the process is gone>" for rank in "01"}
+    assert job.codes == [0, 0, -9]
+
+
 @pytest.mark.parametrize("kind", ["die", "release"])
 def test_ranks_stuck_in_c_end_with_their_driver(plain: Callable[..., PlainJob], tmp_path: Path, kind: str) -> None:
     job = plain("stuck", f"path={json.dumps(str(tmp_path / 'stuck'))}", f'kind="{kind}"')
