@@ -22,6 +22,7 @@ from mpexec.deadline import Deadline
 from mpexec.errors import StartupError
 from mpexec.processes.attached import AttachedProcess
 from mpexec.processes.launched import LaunchedJob
+from mpexec.processes.process import RankProcess
 from mpexec.processes.start import death_pipe
 from mpexec.transport.lane import ControlLane, lane_pair
 from mpexec.transport.linux import OwnedFd, pidfd_open
@@ -152,6 +153,12 @@ def _say_hello(post: _Post, job: LaunchedJob, deadline: Deadline) -> None:
         ourselves.close()
 
 
+def _register(poller: select.poll, processes: Sequence[RankProcess]) -> None:
+    for process in processes:
+        for fd, events in process.end_events().items():
+            poller.register(fd, events)
+
+
 class Meeting:
     """The first process of a job waits for the others. Use it in a `with`, which lets those go that were not taken."""
 
@@ -179,18 +186,27 @@ class Meeting:
             process.lane.hang_up()  # an answer to those that wait; it is not theirs to be killed for
             process.close()
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self, deadline: Deadline, own: Sequence[RankProcess] = ()) -> bool:
         """Wait until all have come.
 
+        Args:
+            own: Processes that this one has started; somebody else watches them.
+
+        Returns:
+            False if one of `own` has ended meanwhile.
+
         Raises:
-            StartupError: One did not come before the deadline, or ended meanwhile, or came twice.
+            StartupError: One did not come before the deadline, or left or ended meanwhile, or came twice.
         """
         for other in self._job.others:
             self._post.send(other, _COME, Deadline.after(0.0))  # those who are not there yet will say hello
         poller = select.poll()
         poller.register(self._post.sock, select.POLLIN)
+        _register(poller, own)
         while len(self._here) < len(self._job.others):
             poller.poll(deadline.poll_ms())
+            if any(process.is_over() for process in own):
+                return False
             if deadline.expired:  # whatever keeps coming
                 raise self._missing()
             self._check_alive()
@@ -198,7 +214,8 @@ class Meeting:
             if letter is not None and letter.content.startswith(_HELLO) and len(letter.fds) == 1:
                 process = self._greet(letter, deadline)
                 if process is not None:
-                    poller.register(process.pidfd.fd, select.POLLIN)
+                    _register(poller, [process])
+        return True
 
     def _greet(self, letter: _Letter, deadline: Deadline) -> AttachedProcess | None:
         """Answer a hello with a lane, unless it has been answered already."""
@@ -229,9 +246,9 @@ class Meeting:
 
     def _check_alive(self) -> None:
         for other, process in self._here.items():
-            death = process.poll_death()
-            if death is not None:
-                raise self._ended(other, process.pid, death.describe())
+            if process.is_over():
+                death = process.poll_death()
+                raise self._ended(other, process.pid, "left" if death is None else death.describe())
 
     def _ended(self, other: int, pid: int, how: str) -> StartupError:
         return StartupError(

@@ -101,7 +101,7 @@ def _as_rank(boot: Boot, env: Mapping[str, str | None]) -> Iterator[None]:
     finally:
         sys.stdout, sys.stderr = streams  # also where the model's building has failed half-way
         _set_variables(before)
-        # Stacks are written on: the driver may ask for them until the lane is hung up, and the signal's default is deadly.
+        # Stacks go on being written: the driver may ask until the lane is hung up, and the signal's default is deadly.
         disarm_parent_death(boot.death_fd)
         os.close(boot.death_fd)
         signal.signal(signal.SIGINT, signal.SIG_DFL if interrupt is None else interrupt)

@@ -136,6 +136,15 @@ def build(found: Found, kind: str, driver_is_rank: bool = False) -> None:
         found.error(error)
 
 
+def build_first(found: Found, kind: str) -> None:
+    """Rank 0, the driver's own child, does it while it builds its model."""
+    began = time.monotonic()
+    try:
+        attach(agent_args=(kind, 0), driver_is_rank=True).release()
+    except MpexecError as error:
+        found.error(error, began)
+
+
 def stuck(found: Found, path: str, kind: str) -> None:
     executor = attach(stop_timeout=1.0)
     executor.submit_rpc("stick", (path,))

@@ -316,6 +316,18 @@ def test_a_model_that_cannot_be_built_fails_the_start_and_its_own_process(
     assert job.texts[nproc - 1].count("MyError: as asked") == 1
 
 
+@pytest.mark.parametrize("kind, cause", [("raise", "MyError"), ("die", "WorkerDiedError")])
+def test_the_drivers_own_rank_fails_the_start_while_others_are_waited_for(
+    plain: Callable[..., PlainJob], kind: str, cause: str
+) -> None:
+    job = plain("build_first", f'kind="{kind}"', ranks=range(2))  # the third never comes
+    found = job.end()
+    assert (found["error"], found["cause"], found["rank"]) == ("StartupError", cause, 0)
+    assert found["phase"] == "build model"
+    assert found["seconds"] < within(5.0)  # far from init_timeout
+    assert job.codes == [0, 0]  # the one that had come is let go
+
+
 def test_a_rank_that_dies_while_it_builds_fails_the_start(plain: Callable[..., PlainJob]) -> None:
     job = plain("build", 'kind="die"')
     found = job.end()
