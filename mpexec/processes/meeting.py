@@ -209,6 +209,8 @@ class Meeting:
         for process in self._here.values():
             process.lane.hang_up()  # an answer to those that wait; it is not theirs to be killed for
             process.close()
+        for end in self._death_ends.values():
+            end.close()
 
     def wait(self, deadline: Deadline, own: Sequence[RankProcess] = ()) -> bool:
         """Wait until all have come.

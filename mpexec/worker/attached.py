@@ -93,7 +93,7 @@ def _as_rank(boot: Boot, env: Mapping[str, str | None]) -> Iterator[None]:
     if hung_up(boot.death_fd):  # the driver died before the line above: no signal will come
         raise SystemExit(0)
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    before = {name: os.environ.get(name) for name in env}
+    before = {name: os.environ.get(name) for name in (*env, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     streams = sys.stdout, sys.stderr
     _set_variables(env)
     try:

@@ -445,39 +445,6 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             meeting.wait(Deadline.after(0.2))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_lane_that_another_user_has_caught_is_neither_read_nor_written(tmp_path: Path) -> None:
-    job = job_of_tests()
-    caught = tmp_path / "caught"
-    thief = f"""
-import array, os, pickle, socket, sys
-os.setuid(65534)
-with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
-    name.bind("\\0mpexec-attach-{job.key}-1")
-    print("there", flush=True)
-    _, ancillary, _, _ = name.recvmsg(64, 256)
-    lane = socket.socket(fileno=array.array("i", ancillary[-1][2])[0])
-class Bait:
-    def __reduce__(self):
-        return os.mkdir, ({str(caught)!r},)
-lane.send(b"have it")
-lane.send(b"\\0" + pickle.dumps(Bait()))
-lane.settimeout(20)
-print(len(lane.recv(1 << 16)))
-"""
-    with subprocess.Popen([sys.executable, "-c", thief], stdout=subprocess.PIPE, text=True) as process:
-        with Meeting(job, 0) as meeting, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ended:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "there\n"
-            fds = [os.pidfd_open(os.getpid())]  # of a worker that has said hello and lost its name
-            socket.send_fds(ended, [b"hello 1"], fds, address=f"\0mpexec-attach-{job.key}-0")
-            os.close(fds[0])
-            with pytest.raises(StartupError, match="process 1 of the job"):
-                meeting.wait(Deadline.after(0.3))
-        assert process.stdout.read() == "0\n"  # the lane's end, and nothing before it
-    assert not caught.exists()
-
-
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 JOB = job_variables(0, 3, "refused")
