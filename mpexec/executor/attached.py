@@ -109,12 +109,14 @@ class AttachedGroup(RankGroup):
         if self._own:
             super()._start_processes(plans[: self._own], payload)  # it takes longest
         with Meeting(self._job, self._own) as meeting:
-            meeting.wait(deadline)
+            if not meeting.wait(deadline, self.processes):
+                return  # the others are let go; `await_ready` has the news of the rank that was lost, and raises
             for other, plan in zip(self._job.others, plans[self._own :], strict=True):
                 process, death_read = meeting.take(other)
                 self.processes.append(process)
                 _invite(process, plan, payload, death_read.fd)
                 death_read.close()
+        self._watch(self.processes[self._own :])
 
     def _death(self, death: Death) -> None:
         if not self._is_ending and death.rank >= self._own:

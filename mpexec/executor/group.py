@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpexec.config import WorkerSpec
@@ -66,13 +66,9 @@ class RankGroup:
             for rank in spec.topology.ranks
         ]
         self._start_processes(plans, payload)
-        # Only now: "fork" is refused where threads run, and this is one.
-        self._monitor = Monitor()
-        for process in self.processes:
-            self._monitor.watch(process, self._message, self._death)
 
     def _start_processes(self, plans: list[RankPlan], payload: bytes) -> None:
-        """Fill `processes`."""
+        """Fill `processes` and watch them."""
         self.processes = launch(
             plans,
             start_method=self.spec.start_method,
@@ -80,6 +76,13 @@ class RankGroup:
             payload=payload,
             allow_unsafe_fork=self.spec.allow_unsafe_fork,
         )
+        self._watch(self.processes)
+
+    def _watch(self, processes: Sequence[RankProcess]) -> None:
+        if self._monitor is None:  # not before a rank is started: "fork" is refused where threads run, and this is one
+            self._monitor = Monitor()
+        for process in processes:
+            self._monitor.watch(process, self._message, self._death)
 
     @property
     def monitor(self) -> Monitor:

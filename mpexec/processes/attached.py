@@ -12,6 +12,8 @@ from mpexec.processes.process import RankProcess
 from mpexec.transport.lane import ControlLane
 from mpexec.transport.linux import OwnedFd, pidfd_send_signal
 
+_MOMENT_S = 0.5
+
 
 class AttachedProcess(RankProcess):
     """A process that serves as a rank until it is let go.
@@ -29,10 +31,25 @@ class AttachedProcess(RankProcess):
     def _signal_group(self, number: int) -> None:
         pidfd_send_signal(self.pidfd.fd, number)
 
+    def send_signal(self, number: int, *, group: bool = True) -> None:
+        """As `RankProcess.send_signal`; one that has left gets no signal any more."""
+        if not self.is_over():
+            super().send_signal(number, group=group)
+
+    def state(self) -> str:
+        """As `RankProcess.state`; "gone" too once it has left."""
+        return "gone" if self.is_over() else super().state()
+
     def is_over(self) -> bool:
         """True once it has ended, or has left to end by itself."""
         self._has_left = self._has_left or (not self.lane.closed and hung_up(self.lane.fileno()))
         return self._has_left or super().is_over()
+
+    def describe_end(self) -> str:
+        """How one that `is_over` has ended, as `Death.describe`, or that it has left; waits a moment at most."""
+        self._await_end(_MOMENT_S)  # of a process that dies, the kernel closes the lane before it says so
+        death = self.poll_death()
+        return "left" if death is None else death.describe()
 
     def end_events(self) -> dict[int, int]:
         """What to poll for a change of `is_over`."""

@@ -2,8 +2,12 @@
 
 Each binds a datagram socket to a name of its own in the abstract namespace, which ends with the process, and only then
 calls out to the others: whoever comes later finds who came earlier. The kernel tells the sender's user with every
-datagram; what another user sends is dropped unread. What is exchanged here are fixed bytes and descriptors: a worker
+message; what another user sends is dropped unread. What is exchanged here are fixed bytes and descriptors: a worker
 says hello with a descriptor of its own process, and is answered with its end of a control lane.
+
+The kernel vouches for who sends, not for who receives: a name may be another user's by the time its lane arrives. So
+nothing is read from a lane as a message, and nothing sent over it, until the process that said hello has said over it
+that it has it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,13 +26,14 @@ from mpexec.deadline import Deadline
 from mpexec.errors import StartupError
 from mpexec.processes.attached import AttachedProcess
 from mpexec.processes.launched import LaunchedJob
+from mpexec.processes.process import RankProcess
 from mpexec.processes.start import death_pipe
 from mpexec.transport.lane import ControlLane, lane_pair
 from mpexec.transport.linux import OwnedFd, pidfd_open
 
 PHASE = "attach"
 
-_HELLO, _COME, _LANE = b"hello ", b"come", b"lane"
+_HELLO, _COME, _LANE, _HAVE_IT = b"hello ", b"come", b"lane", b"have it"
 _BYTES = 64
 _CREDENTIALS = struct.Struct("iII")
 _MAX_FDS = 4
@@ -97,24 +102,36 @@ class _Post:
 
     def receive(self) -> _Letter | None:
         """What has come, None if there is nothing or it is not from this user."""
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-        try:
-            content, ancillary, _, _ = self.sock.recvmsg(_BYTES, _ANCILLARY_BYTES, flags)
-        except BlockingIOError:
-            return None
-        fds, sender = array.array("i"), None
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-            elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                sender = _CREDENTIALS.unpack(data)
-        owned = [OwnedFd(fd) for fd in fds]
-        if sender is None or sender[1] != os.getuid():
-            return None
-        return _Letter(content, sender[0], owned)
+        return _receive(self.sock)
 
     def close(self) -> None:
         self.sock.close()
+
+
+def _receive(sock: socket.socket) -> _Letter | None:
+    """What has come over a socket that tells who sends (SO_PASSCRED), as `_Post.receive` gives it."""
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    try:
+        content, ancillary, _, _ = sock.recvmsg(_BYTES, _ANCILLARY_BYTES, flags)
+    except (BlockingIOError, ConnectionResetError):
+        return None
+    fds, sender = array.array("i"), None
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+            sender = _CREDENTIALS.unpack(data)
+    owned = [OwnedFd(fd) for fd in fds]
+    if sender is None or sender[1] != os.getuid():
+        return None
+    return _Letter(content, sender[0], owned)
+
+
+@contextlib.contextmanager
+def _as_socket(fd: int) -> Iterator[socket.socket]:
+    """A socket that somebody else owns, for a moment; what is set on it stays."""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        yield sock
 
 
 def wait_for_lane(job: LaunchedJob, deadline: Deadline) -> ControlLane:
@@ -133,7 +150,7 @@ def wait_for_lane(job: LaunchedJob, deadline: Deadline) -> ControlLane:
             if letter is None:
                 continue
             if letter.content == _LANE and len(letter.fds) == 1:
-                return ControlLane(os.dup(letter.fds[0].fd))
+                return _taken(letter.fds[0])
             if letter.content == _COME:
                 _say_hello(post, job, deadline)
         raise StartupError(
@@ -143,6 +160,13 @@ def wait_for_lane(job: LaunchedJob, deadline: Deadline) -> ControlLane:
         )
 
 
+def _taken(theirs: OwnedFd) -> ControlLane:
+    """The lane that the driver has sent; it waits to hear that we have it."""
+    with _as_socket(theirs.fd) as sock, contextlib.suppress(ConnectionError):  # a driver that is gone is seen next
+        sock.send(_HAVE_IT, socket.MSG_NOSIGNAL)
+    return ControlLane(os.dup(theirs.fd))
+
+
 def _say_hello(post: _Post, job: LaunchedJob, deadline: Deadline) -> None:
     ourselves = OwnedFd(pidfd_open(os.getpid()))
     try:
@@ -150,6 +174,12 @@ def _say_hello(post: _Post, job: LaunchedJob, deadline: Deadline) -> None:
         post.send(0, _HELLO + str(job.rank).encode(), deadline, [ourselves.fd])
     finally:
         ourselves.close()
+
+
+def _register(poller: select.poll, processes: Sequence[RankProcess]) -> None:
+    for process in processes:
+        for fd, events in process.end_events().items():
+            poller.register(fd, events)
 
 
 class Meeting:
@@ -168,6 +198,7 @@ class Meeting:
         self._shift = first_rank - 1
         self._post = _Post(job)
         self._here: dict[int, AttachedProcess] = {}
+        self._unproved: set[int] = set()  # those of them that have not said over the lane that they have it
         self._death_ends: dict[int, OwnedFd] = {}
 
     def __enter__(self) -> Meeting:
@@ -178,27 +209,41 @@ class Meeting:
         for process in self._here.values():
             process.lane.hang_up()  # an answer to those that wait; it is not theirs to be killed for
             process.close()
+        for end in self._death_ends.values():
+            end.close()
 
-    def wait(self, deadline: Deadline) -> None:
+    def wait(self, deadline: Deadline, own: Sequence[RankProcess] = ()) -> bool:
         """Wait until all have come.
 
+        Args:
+            own: Processes that this one has started; somebody else watches them.
+
+        Returns:
+            False if one of `own` has ended meanwhile.
+
         Raises:
-            StartupError: One did not come before the deadline, or ended meanwhile, or came twice.
+            StartupError: One did not come before the deadline, or left or ended meanwhile, or came twice.
         """
         for other in self._job.others:
             self._post.send(other, _COME, Deadline.after(0.0))  # those who are not there yet will say hello
         poller = select.poll()
         poller.register(self._post.sock, select.POLLIN)
-        while len(self._here) < len(self._job.others):
+        _register(poller, own)
+        while self._unproved or len(self._here) < len(self._job.others):
             poller.poll(deadline.poll_ms())
+            if any(process.is_over() for process in own):
+                return False
             if deadline.expired:  # whatever keeps coming
                 raise self._missing()
             self._check_alive()
+            self._hear_proofs()
             letter = self._post.receive()
             if letter is not None and letter.content.startswith(_HELLO) and len(letter.fds) == 1:
                 process = self._greet(letter, deadline)
                 if process is not None:
-                    poller.register(process.pidfd.fd, select.POLLIN)
+                    _register(poller, [process])
+                    poller.register(process.lane.fileno(), select.POLLIN)
+        return True
 
     def _greet(self, letter: _Letter, deadline: Deadline) -> AttachedProcess | None:
         """Answer a hello with a lane, unless it has been answered already."""
@@ -216,6 +261,8 @@ class Meeting:
             lane, theirs = lane_pair()
             stack.callback(lane.close)
             stack.callback(theirs.close)
+            with _as_socket(lane.fileno()) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             death_read, death_write = death_pipe()
             stack.callback(death_read.close)
             stack.callback(death_write.close)
@@ -225,13 +272,23 @@ class Meeting:
             stack.pop_all()
         theirs.close()
         self._here[other], self._death_ends[other] = process, death_read
+        self._unproved.add(other)
         return process
+
+    def _hear_proofs(self) -> None:
+        """Only the process that said hello can say that it has the lane; from others it is dropped."""
+        for other in tuple(self._unproved):
+            process = self._here[other]
+            with _as_socket(process.lane.fileno()) as sock:
+                letter = _receive(sock)
+                if letter is not None and (letter.content, letter.pid) == (_HAVE_IT, process.pid):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)  # messages have descriptors in its place
+                    self._unproved.remove(other)
 
     def _check_alive(self) -> None:
         for other, process in self._here.items():
-            death = process.poll_death()
-            if death is not None:
-                raise self._ended(other, process.pid, death.describe())
+            if process.is_over():
+                raise self._ended(other, process.pid, process.describe_end())
 
     def _ended(self, other: int, pid: int, how: str) -> StartupError:
         return StartupError(
@@ -241,7 +298,7 @@ class Meeting:
         )
 
     def _missing(self) -> StartupError:
-        missing = [str(other) for other in self._job.others if other not in self._here]
+        missing = [str(other) for other in self._job.others if other not in self._here or other in self._unproved]
         which = f"process {missing[0]}" if len(missing) == 1 else f"processes {', '.join(missing)}"
         return StartupError(
             f"{which} of the job (of {self._job.world_size}) did not call MPExecutor.attach before init_timeout "

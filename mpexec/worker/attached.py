@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from mpexec.processes.boot import Boot, arm_parent_death, disarm_parent_death, h
 from mpexec.processes.launched import LaunchedJob
 from mpexec.processes.meeting import PHASE, Invitation, wait_for_lane
 from mpexec.transport.lane import ControlLane, LaneClosed, LaneTimeout
-from mpexec.worker.main import STACK_SIGNAL, build_rank, serve_rank
+from mpexec.worker.main import build_rank, serve_rank
 
 _MARGIN_S = 5.0
 
@@ -94,7 +93,7 @@ def _as_rank(boot: Boot, env: Mapping[str, str | None]) -> Iterator[None]:
     if hung_up(boot.death_fd):  # the driver died before the line above: no signal will come
         raise SystemExit(0)
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    before = {name: os.environ.get(name) for name in env}
+    before = {name: os.environ.get(name) for name in (*env, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     streams = sys.stdout, sys.stderr
     _set_variables(env)
     try:
@@ -102,7 +101,7 @@ def _as_rank(boot: Boot, env: Mapping[str, str | None]) -> Iterator[None]:
     finally:
         sys.stdout, sys.stderr = streams  # also where the model's building has failed half-way
         _set_variables(before)
-        faulthandler.unregister(STACK_SIGNAL)
+        # Stacks go on being written: the driver may ask until the lane is hung up, and the signal's default is deadly.
         disarm_parent_death(boot.death_fd)
         os.close(boot.death_fd)
         signal.signal(signal.SIGINT, signal.SIG_DFL if interrupt is None else interrupt)

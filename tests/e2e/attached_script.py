@@ -60,6 +60,11 @@ class Agent(ModelAgent):
         elif kind == "sleep":
             time.sleep(60)
 
+    def do_at(self, kind: str, rank: int) -> None:
+        """The rank does it, the others nothing."""
+        if self.rank == rank:
+            self.do(kind, rank)
+
     def stick(self, path: str) -> None:
         """Sit in C without giving the interpreter away."""
         with open(f"{path}{self.rank}", "w"):
@@ -131,6 +136,15 @@ def build(found: Found, kind: str, driver_is_rank: bool = False) -> None:
         found.error(error)
 
 
+def build_first(found: Found, kind: str) -> None:
+    """Rank 0, the driver's own child, does it while it builds its model."""
+    began = time.monotonic()
+    try:
+        attach(agent_args=(kind, 0), driver_is_rank=True).release()
+    except MpexecError as error:
+        found.error(error, began)
+
+
 def stuck(found: Found, path: str, kind: str) -> None:
     executor = attach(stop_timeout=1.0)
     executor.submit_rpc("stick", (path,))
@@ -183,6 +197,30 @@ def linger(found: Found) -> None:
     finally:
         if RANK != "0":
             time.sleep(1.2)
+
+
+def stacks(found: Found, path: str) -> None:
+    """The driver asks for stacks when rank 1 has died and rank 0 has gone back to its script."""
+    try:
+        executor = attach()
+        try:
+            executor.collective_rpc("do_at", ("die", 1))
+        except MpexecError as error:
+            found.error(error)
+        until_there(f"{path}left")
+        found["stacks"] = executor.rank_stacks()
+        with open(f"{path}asked", "w"):
+            executor.release()
+    finally:
+        if RANK == "1":
+            with open(f"{path}left", "w"):
+                until_there(f"{path}asked")
+
+
+def until_there(path: str) -> None:
+    end = time.monotonic() + 30
+    while not os.path.exists(path) and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def wait(found: Found, path: str) -> None:

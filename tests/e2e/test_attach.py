@@ -251,6 +251,16 @@ def test_a_deadline_shows_the_stacks_and_breaks_the_executor(plain: Callable[...
         assert job.codes == [0, 0, 0]  # the failure is the driver's to tell
 
 
+def test_a_worker_that_has_gone_back_to_its_script_is_not_signalled_for_its_stacks(
+    plain: Callable[..., PlainJob], tmp_path: Path
+) -> None:
+    job = plain("stacks", f"path={json.dumps(str(tmp_path / 'has_'))}")
+    found = job.end()
+    assert found["error"] == "WorkerDiedError"
+    assert found["stacks"] == dict.fromkeys("01", "<no stack: the process is gone>")
+    assert job.codes == [0, 0, -9]
+
+
 @pytest.mark.parametrize("kind", ["die", "release"])
 def test_ranks_stuck_in_c_end_with_their_driver(plain: Callable[..., PlainJob], tmp_path: Path, kind: str) -> None:
     job = plain("stuck", f"path={json.dumps(str(tmp_path / 'stuck'))}", f'kind="{kind}"')
@@ -304,6 +314,18 @@ def test_a_model_that_cannot_be_built_fails_the_start_and_its_own_process(
     assert (found["error"], found["cause"], found["rank"]) == ("StartupError", "MyError", 1)
     assert job.codes == [0, *([] if driver_is_rank else [0]), 1]
     assert job.texts[nproc - 1].count("MyError: as asked") == 1
+
+
+@pytest.mark.parametrize("kind, cause", [("raise", "MyError"), ("die", "WorkerDiedError")])
+def test_the_drivers_own_rank_fails_the_start_while_others_are_waited_for(
+    plain: Callable[..., PlainJob], kind: str, cause: str
+) -> None:
+    job = plain("build_first", f'kind="{kind}"', ranks=range(2))  # the third never comes
+    found = job.end()
+    assert (found["error"], found["cause"], found["rank"]) == ("StartupError", cause, 0)
+    assert found["phase"] == "build model"
+    assert found["seconds"] < within(5.0)  # far from init_timeout
+    assert job.codes == [0, 0]  # the one that had come is let go
 
 
 def test_a_rank_that_dies_while_it_builds_fails_the_start(plain: Callable[..., PlainJob]) -> None:
