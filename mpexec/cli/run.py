@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
-from mpexec.cli.options import Number
 from mpexec.cli.report import complain
+from mpexec.cli.values import Number
 from mpexec.errors import ConfigError
 from mpexec.launcher import Job, Std, launch_job
 from mpexec.launcher.job import DEFAULT_GRACE_S, DEFAULT_SIGNALS

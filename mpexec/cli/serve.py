@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
-from mpexec.cli.options import Number, find_model, model_options
+from mpexec.cli.options import find_model, model_options
 from mpexec.cli.report import ToldError, complain, describe_failure, tell
+from mpexec.cli.values import Number
 from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
 
