@@ -138,6 +138,15 @@ class WorkerSpec:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.world_size)
 
 
+# The limits of sampling stand here, where the command line finds them without the engine.
+LEAST_SCALE = 1e-5  # of a temperature above 0, and of a penalty: scores divided by less may overflow
+
+
+def is_temperature(value: float) -> bool:
+    """False for one so small that scores divided by it may overflow."""
+    return value == 0 or value >= LEAST_SCALE
+
+
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 

@@ -9,8 +9,7 @@ import click
 from click.core import ParameterSource
 
 from mpexec.cli.values import ClusterAddress, Number, StopString
-from mpexec.config import START_METHODS
-from mpexec.engine.sampling_params import LEAST_SCALE, is_temperature
+from mpexec.config import LEAST_SCALE, START_METHODS, is_temperature
 
 EXECUTORS = ("auto", "mp", "ray")
 

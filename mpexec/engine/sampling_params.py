@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mpexec.agent.steps import Sampling
+from mpexec.config import LEAST_SCALE, is_temperature
 from mpexec.errors import ConfigError
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the stream may hold back as many
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
-LEAST_SCALE = 1e-5  # of a temperature above 0, and of a penalty: scores divided by less may overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +108,6 @@ class SamplingParams:
             repetition_penalty=float(self.repetition_penalty),
             logprobs=self.logprobs,
         )
-
-
-def is_temperature(value: float) -> bool:
-    """False for one so small that scores divided by it may overflow."""
-    return value == 0 or value >= LEAST_SCALE
 
 
 def _is_integer(value: Any) -> bool:

@@ -15,15 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mpexec.config import LEAST_SCALE, is_temperature
 from mpexec.engine.request import MAX_PRIORITY
 from mpexec.engine.sampling_params import (
-    LEAST_SCALE,
     MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOP_TOKENS,
     MAX_STOPS,
     SamplingParams,
-    is_temperature,
 )
 from mpexec.http.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, TextOf
 
