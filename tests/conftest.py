@@ -24,9 +24,12 @@ _folder = leaks.mark_session()
 # Variants whose siblings show the same within the time that a change may take; `tools/test --all` runs them all.
 SLOW_VARIANTS = re.compile(
     r"""on_ray/test_nodes
-    | contract/test_lifecycle\.py::.*\[.*ray       # nearly each starts ranks of its own, which takes Ray a second
+    | contract/test_(lifecycle|arrays)\.py::.*[[-]ray\b     # most start ranks of their own, which takes Ray a second
     | e2e/test_causal_lm_tokens\.py::test_tokens_equal.*\[(qwen2|qwen3-|mistral|bundled-1)
     | e2e/test_cli_ray\.py::test_the_answers
+    | e2e/test_cli\.py::test_a_killed_rank_is_named.*\[1\]
+    | unit/test_bench\.py::test_the_round_trips_of_ray
+    | faults/test_cycles\.py::test_fifty_cycles_with_forked_ranks
     | faults/test_matrix\.py::test_.*_fails_the_start\[.*-rank0-
     | faults/test_drivers\.py::test_a_program_that_ends_without_release.*\[.*-spawn
     | faults/test_drivers\.py::test_a_fork_of_the_program_can_end_as_it_likes\[(del|sys_exit)
