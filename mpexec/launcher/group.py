@@ -65,7 +65,7 @@ class Group:
         """Wait for the end of all ranks; bounded from the first failure or signal on."""
         while self._alive:
             ready = {fd for fd, _ in self._poller.poll(self._deadline.poll_ms())}
-            for fd in ready & self._alive.keys():
+            for fd in [fd for fd in self._alive if fd in ready]:  # by rank
                 self._see(fd)
             if self._signals.fd in ready:
                 for number in self._signals.take():
@@ -138,5 +138,12 @@ def is_consequence(death: Death) -> bool:
 
 
 def root_cause(failures: Sequence[Death]) -> Death:
-    """The first failure that is not the consequence of another one; a signal comes before an exit seen with it."""
-    return min(failures, key=lambda death: (is_consequence(death), death.at_ns // 1_000_000, death.signal_name is None))
+    """The first failure that is not the consequence of another one; a signal comes before an exit seen with it.
+
+    Of several seen together it is the lowest rank's: that of the driver, where its end has taken attached workers along.
+    """
+
+    def order(death: Death) -> tuple[bool, int, bool, int]:
+        return is_consequence(death), death.at_ns // 1_000_000, death.signal_name is None, death.rank
+
+    return min(failures, key=order)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,10 +113,12 @@ def plain() -> Iterator[Callable[..., PlainJob]]:
 
 def launched(way: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Run the script to its end in one of the three ways."""
-    return subprocess.run(
-        [sys.executable, *LAUNCHERS[way], *args], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=100, check=False, cwd=ROOT,
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as logs:  # torchrun makes a folder for them, and leaves it
+        launcher = [*LAUNCHERS[way], *(["--log-dir", logs] if way == "torchrun" else [])]
+        return subprocess.run(
+            [sys.executable, *launcher, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=100, check=False, cwd=ROOT,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
