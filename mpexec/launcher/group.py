@@ -140,7 +140,7 @@ def is_consequence(death: Death) -> bool:
 def root_cause(failures: Sequence[Death]) -> Death:
     """The first failure that is not the consequence of another one; a signal comes before an exit seen with it.
 
-    Of several seen together it is the lowest rank's: that of the driver, where its end has taken attached workers along.
+    Of several seen together it is the lowest rank's: the driver's, where its end has taken attached workers along.
     """
 
     def order(death: Death) -> tuple[bool, int, bool, int]:
