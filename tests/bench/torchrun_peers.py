@@ -46,7 +46,7 @@ def transformers_generate(world_size: int, rank: int) -> Generate:
     import torch
     import transformers
 
-    from mpexec.agent.sharding import _tensor_parallel_options, _undisturbed
+    from mpexec.agent.loading import _tensor_parallel_options, _undisturbed
     from mpexec.models import default_model_path
 
     path = default_model_path()
