@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 
+from mpexec.agent.agreement import together
 from mpexec.agent.base import ModelAgent
 from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint, weight_files
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.kv_cache import PromptView, SlotCache, SlotView, TokenView
-from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights
+from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights, shapes
 from mpexec.agent.residence import Residence
 from mpexec.agent.sampling import Sampler, choose, logprobs
 from mpexec.agent.steps import Prefill, StepInput, StepOutput
@@ -150,21 +152,26 @@ class CausalLMAgent(ModelAgent):
             source: Whole tensors by their names in a checkpoint; or a safetensors file; or a folder of them.
 
         Raises:
-            ValueError: Tensors are missing, of another shape, or not in the model. The weights are as before then.
-            ConfigError: The files cannot be read. The weights are as before then.
+            ValueError: Tensors are missing, of another shape, or not in the model.
+            ConfigError: The files cannot be read, or another rank has refused its own. After either, every rank has the
+                weights of before.
         """
-        if isinstance(source, str | Path):
-            path = Path(source)
-            with open_weights(weight_files(path) if path.is_dir() else [path], self.report_progress) as weights:
-                self._copy_weights(weights)
-        else:
-            self._copy_weights(source)
+        with ExitStack() as stack:
+            # transformers exchanges something for tensors that it does not find: all ranks must lack the same ones.
+            weights = together(self.world_size, lambda: stack.enter_context(self._open_weights(source)), shapes)
+            model, _ = together(self.world_size, lambda: build_model(self._source, weights, strict=True))
+            with torch.no_grad():
+                for old, new in zip(self._model.parameters(), model.parameters(), strict=True):
+                    old.copy_(new)
 
-    def _copy_weights(self, weights: Mapping[str, Any]) -> None:
-        model, _ = build_model(self._source, weights, strict=True)
-        with torch.no_grad():
-            for old, new in zip(self._model.parameters(), model.parameters(), strict=True):
-                old.copy_(new)
+    @contextmanager
+    def _open_weights(self, source: str | Path | Mapping[str, torch.Tensor]) -> Iterator[Mapping[str, Any]]:
+        if not isinstance(source, str | Path):
+            yield source
+            return
+        path = Path(source)
+        with open_weights(weight_files(path) if path.is_dir() else [path], self.report_progress) as weights:
+            yield weights
 
     def model_facts(self) -> dict[str, Any]:
         """Return plain values about model and cache; counts are of the whole model, `cache_nbytes` of this rank."""

@@ -129,6 +129,15 @@ def open_weights(files: Sequence[Path], report: Callable[[str], None] | None = N
         yield weights
 
 
+def shapes(weights: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    """Names and shapes, in order, of tensors or of what `open_weights` yields."""
+    found = []
+    for name in sorted(weights):
+        one = weights[name]
+        found.append((name, list(one.get_shape() if isinstance(one, _Slice) else one.shape)))
+    return found
+
+
 class _Progress:
     """Reports each file once as it is begun, and the last one again every few seconds. Any thread may call it."""
 

@@ -25,9 +25,6 @@ from mpexec.tasks import cancel_async_tasks
 if TYPE_CHECKING:
     from mpexec.executor.base import Executor
 
-# Ranks read whole weights before they find them wrong, each at its own speed; an end of a rank is seen at once.
-_LOADING_GRACE_S = 30.0
-
 Weights = str | Path | Mapping[str, Any]
 
 
@@ -36,7 +33,8 @@ class Operations:
 
     Args:
         executor: Its agent has the methods `sleep`, `wakeup` and `update_params`. One that raises `ConfigError` or
-            `ValueError` has changed nothing; a `wakeup` without a `sleep` changes nothing either.
+            `ValueError` has changed nothing; all ranks do so together, within the executor's `failure_grace`, or the
+            engine fails. A `wakeup` without a `sleep` changes nothing either.
         loop: Of the same engine; told how far requests may go.
         requests: Of the same engine.
         step_timeout: Seconds for the steps under way, once no request is waited for; None waits.
@@ -195,10 +193,7 @@ class Operations:
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
         try:
-            grace = self._executor.spec.failure_grace
-            if method == "update_params" and grace is not None:
-                grace = max(grace, _LOADING_GRACE_S)
-            self._executor.collective_rpc(method, args, reply_ranks=(), failure_grace=grace)
+            self._executor.collective_rpc(method, args, reply_ranks=())
         except AttributeError as error:
             if method in str(error) and error.__cause__ is None:  # raised here, not on a rank
                 raise ConfigError(f"the agent has no method {method!r}") from None

@@ -13,8 +13,8 @@ class RankMeasures:
     """What one rank has counted since its start. None is what this kind of executor cannot know without asking.
 
     Attributes:
-        methods: How long each method took inside the rank, by its name; "forward" is the agent's hook. Coroutines,
-            which overlap, are not counted.
+        methods: How long each method took inside the rank, by its name; "forward" is the agent's hook. A coroutine
+            counts from its start to its end, whatever else the rank did meanwhile.
         reply_ring_fill: How full its reply ring is now, 0 to 1.
         spins: Waits for calls that ended while it was spinning.
         parks: Waits for which it went to sleep.

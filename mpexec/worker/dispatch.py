@@ -6,6 +6,7 @@ Both kinds of executor use it, so that a call means the same in a rank and in th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from types import CoroutineType
 from typing import Any
@@ -24,12 +25,17 @@ class Dispatcher:
         worker: The worker.
         report: Called once a call as `report(call, value, error)`, on the loop's thread, except for cancelled calls
             and, with `exits_pass`, for `SystemExit` and `KeyboardInterrupt`.
+        note: Called as `note(name, ns)` once a coroutine has been reported, with the time since its start. That of a
+            sync method is for whoever calls `run` to know.
         exits_pass: `SystemExit` and `KeyboardInterrupt` end this process; otherwise they are failures of their call.
     """
 
-    def __init__(self, worker: BaseWorker, report: Report, *, exits_pass: bool) -> None:
+    def __init__(
+        self, worker: BaseWorker, report: Report, note: Callable[[str, int], None], *, exits_pass: bool
+    ) -> None:
         self._worker = worker
         self._report = report
+        self._note = note
         self._passing: tuple[type[BaseException], ...] = (SystemExit, KeyboardInterrupt) if exits_pass else ()
         self._running: dict[int, tuple[Call, AnyTask]] = {}
 
@@ -59,9 +65,10 @@ class Dispatcher:
     def _start(self, call: Call, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work, name=f"call {call.call_id} {call.name}")
         self._running[call.call_id] = (call, task)
-        task.add_done_callback(lambda done: self._ended(call, done))
+        since = time.monotonic_ns()
+        task.add_done_callback(lambda done: self._ended(call, done, since))
 
-    def _ended(self, call: Call, task: AnyTask) -> None:
+    def _ended(self, call: Call, task: AnyTask, since: int) -> None:
         abandoned = self._running.pop(call.call_id, None) is None
         if task.cancelled():
             if not abandoned:
@@ -72,6 +79,7 @@ class Dispatcher:
         if abandoned or isinstance(error, self._passing):
             return
         self._report(call, None if error is not None else task.result(), error)
+        self._note(call.name, time.monotonic_ns() - since)
 
     def cancel(self, call_id: int) -> None:
         """Cancel the coroutine of an abandoned call; nothing more is reported of it. Unknown ids are ignored."""

@@ -57,7 +57,7 @@ class RankServer:
         calls: The reading end of the call ring.
         replies: The writing end of this rank's reply ring.
         driver_bells: The driver's doorbells, in the order of the bits of its parked word.
-        durations: Where it notes how long methods take; coroutines, which overlap, are not among them.
+        durations: Where it notes how long methods take.
 
     Attributes:
         spinner: That of the selector that asks this server for news; its counts are published.
@@ -89,7 +89,7 @@ class RankServer:
         """Begin to answer for `worker`; on the thread that will run the loop."""
         self.worker = worker
         worker.on_forward = self._on_forward
-        self._dispatcher = Dispatcher(worker, self._report, exits_pass=True)
+        self._dispatcher = Dispatcher(worker, self._report, self._note, exits_pass=True)
         self._run_call = self._dispatcher.run
 
     def has_news(self) -> bool:

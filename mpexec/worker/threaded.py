@@ -95,7 +95,8 @@ class WorkerThread:
             try:
                 worker = make()
                 worker.on_forward = self._on_forward
-                self._dispatcher = Dispatcher(worker, self._report, exits_pass=self._on_exit is not None)
+                exits_pass = self._on_exit is not None
+                self._dispatcher = Dispatcher(worker, self._report, self.durations.add, exits_pass=exits_pass)
                 self.worker = worker
             except BaseException as failed:
                 error = failed

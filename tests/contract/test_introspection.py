@@ -105,9 +105,10 @@ def test_describe_never_raises_while_others_stop_and_release(fresh: Callable[...
 
 
 def test_measures_tell_how_long_methods_took_on_each_rank(executor: Executor) -> None:
-    def counts() -> list[tuple[int, int]]:
+    def counts() -> list[tuple[int, int, int]]:
         found = [rank.methods or {} for rank in executor.measures().ranks]
-        return [tuple(one[name].count if name in one else 0 for name in ("_rest", "echo")) for one in found]  # type: ignore[misc]
+        names = ("_rest", "_rest_async", "echo")
+        return [tuple(one[name].count if name in one else 0 for name in names) for one in found]  # type: ignore[misc]
 
     if executor.describe()["kind"] == "ray":
         assert [rank.methods for rank in executor.measures().ranks] == [None] * executor.world_size
@@ -117,15 +118,26 @@ def test_measures_tell_how_long_methods_took_on_each_rank(executor: Executor) ->
     before = counts()
     for _ in range(3):
         executor.collective_rpc(_rest, (0.005,))
+        executor.collective_rpc(_rest_async, (0.005,))
     executor.collective_rpc("echo")
     # Short calls show when a rank sleeps, and so the first echo may come now.
-    until(lambda: all(now[0] == was[0] + 3 and now[1] > was[1] for was, now in zip(before, counts(), strict=True)))
+    until(
+        lambda: all(
+            (now[0], now[1]) == (was[0] + 3, was[1] + 3) and now[2] > was[2]
+            for was, now in zip(before, counts(), strict=True)
+        )
+    )
     for rank in executor.measures().ranks:
-        assert ((rank.methods or {})["_rest"].quantile(0.5) or 0.0) > 0.004
+        for name in ("_rest", "_rest_async"):
+            assert ((rank.methods or {})[name].quantile(0.5) or 0.0) > 0.004
 
 
 def _rest(worker: Any, seconds: float) -> None:
     time.sleep(seconds)
+
+
+async def _rest_async(worker: Any, seconds: float) -> None:
+    await asyncio.sleep(seconds)
 
 
 def test_a_rank_that_reads_no_calls_shows_in_the_fill_of_the_ring(executor: Executor, go: Path) -> None:

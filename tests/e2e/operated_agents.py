@@ -39,7 +39,6 @@ class OperatedAgent(CountingAgent):
     def update_params(self, weights: Any) -> None:
         """Take any weights; an empty file makes it refuse them."""
         if isinstance(weights, str) and weights.endswith("refused"):
-            threading.Event().wait(0.5 * self.rank)  # longer than ranks may be apart in a step
             raise ValueError("not the weights of this model")
         self._do("update_params")
 

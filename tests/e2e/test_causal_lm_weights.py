@@ -89,8 +89,8 @@ def of_ranks(path: Path, ranks: int) -> Iterator[Call]:
         CausalLMAgent, world_size=ranks, agent_args=(str(path),), start_method="forkserver"
     ) as executor:
 
-        def call(name: str, *args: Any) -> Any:
-            answers = executor.collective_rpc(name, args=args, timeout=60.0)
+        def call(method: Any, *args: Any) -> Any:
+            answers = executor.collective_rpc(method, args=args, timeout=60.0)
             assert all(answer == answers[0] for answer in answers), "the ranks disagree"
             return answers[0]
 
@@ -179,6 +179,27 @@ def test_replaced_weights_give_the_tokens_of_a_model_loaded_with_them(folder: Pa
         assert tokens(call) == before
         call("update_params", str(tmp_path / "model.safetensors"))
         assert tokens(call) == wanted
+
+
+@pytest.mark.slow
+def test_weights_that_one_rank_refuses_are_refused_by_all_and_change_nothing(folder: Path, tmp_path: Path) -> None:
+    other = other_tensors(folder)
+    whole, torn, absent = (tmp_path / name for name in ("whole", "torn", "absent"))
+    save_file(other, whole, metadata={"format": "pt"})
+    save_file({name: one for name, one in other.items() if "q_norm" not in name}, torn, metadata={"format": "pt"})
+
+    def update(worker: Any, *by_rank: str) -> None:
+        worker.agent.update_params(by_rank[worker.rank])
+
+    with of_ranks(folder, 2) as call:
+        before = tokens(call)
+        for wrong, message in [(torn, "rank 1 was given others than rank 0"), (absent, "absent cannot be read")]:
+            with pytest.raises(ConfigError, match=message) as caught:
+                call(update, str(whole), str(wrong))
+            assert len(caught.value.others.exceptions) == 1, "one rank did not refuse"
+        assert tokens(call) == before
+        call(update, str(whole), str(whole))
+        assert tokens(call) != before
 
 
 def test_replaced_weights_share_no_memory_with_those_given() -> None:

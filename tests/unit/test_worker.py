@@ -176,8 +176,13 @@ class Reports:
 
     def __init__(self, *, exits_pass: bool = True) -> None:
         self.all: list[tuple[int, Any, type | None]] = []
+        self.noted: list[str] = []
         self.worker, _, _ = make()
-        self.dispatcher = Dispatcher(self.worker, self.add, exits_pass=exits_pass)
+        self.dispatcher = Dispatcher(self.worker, self.add, self.note, exits_pass=exits_pass)
+
+    def note(self, name: str, ns: int) -> None:
+        assert ns > 0
+        self.noted.append(name)
 
     def add(self, call: Call, value: Any, error: BaseException | None) -> None:
         self.all.append((call.call_id, value, None if error is None else type(error)))
@@ -195,6 +200,7 @@ async def test_sync_methods_run_to_their_end_in_order_and_coroutines_start_in_it
     assert [call_id for call_id, _, _ in reports.all] == [1, 3]
     await bounded(reports.come(3))
     assert reports.all[2] == (2, None, ValueError)
+    assert reports.noted == ["fail_async"], "coroutines are timed here"
 
 
 async def test_every_kind_of_failure_is_reported_once() -> None:
@@ -224,7 +230,7 @@ async def test_a_cancelled_call_ends_and_reports_nothing_more() -> None:
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert reports.worker.agent.trace == ["ended"]  # type: ignore[union-attr]
-    assert reports.all == []
+    assert reports.all == reports.noted == []
 
 
 async def test_cancelling_all_waits_until_they_are_gone() -> None:
