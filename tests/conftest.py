@@ -25,7 +25,7 @@ _folder = leaks.mark_session()
 SLOW_VARIANTS = re.compile(
     r"""on_ray/test_nodes
     | contract/test_(lifecycle|arrays)\.py::.*[\[-]ray\b     # most start ranks of their own, which takes Ray a second
-    | e2e/test_causal_lm_tokens\.py::test_tokens_equal.*\[(qwen2|qwen3-|mistral|bundled-1)
+    | e2e/test_causal_lm_tokens\.py::test_tokens_equal.*\[(qwen|mistral|bundled-1)
     | e2e/test_cli_ray\.py::test_the_answers
     | e2e/test_cli\.py::test_a_killed_rank_is_named.*\[1\]
     | unit/test_bench\.py::test_the_round_trips_of_ray

@@ -199,6 +199,7 @@ def test_an_address_where_nothing_answers_is_named_and_ends_it(environment: dict
 # -- how it ends -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_node_and_rays_reason_and_the_cluster_goes_too(
     environment: dict[str, str],
 ) -> None:

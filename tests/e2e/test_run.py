@@ -539,6 +539,7 @@ def test_a_port_that_somebody_listens_on_is_refused(script: Callable[..., str]) 
     assert "cannot be used for the rendezvous" in done.stderr
 
 
+@pytest.mark.slow
 def test_fifty_launches_at_once_have_ports_of_their_own(script: Callable[..., str]) -> None:
     body = """
 import socket
@@ -613,6 +614,7 @@ def test_a_training_script_prints_the_same_as_under_torchrun(script: Callable[..
     assert len(ours.stdout.splitlines()) == world_size
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("caches")
 def test_two_jobs_with_torch_at_once_meet_each_their_own(script: Callable[..., str]) -> None:
     path = script(TRAIN)

@@ -97,6 +97,7 @@ XDIST = """
 """
 
 
+@pytest.mark.slow
 def test_under_xdist_the_death_of_a_rank_is_a_failed_test_and_no_dead_worker(run: Callable[..., Any]) -> None:
     ran = run("-n", "2", test_xdist=XDIST)
     assert {name for name, outcome in ran.outcomes.items() if outcome != "passed"} == {"test_many[3]", "test_many[6]"}
@@ -128,6 +129,7 @@ TIMEOUT = """
 """
 
 
+@pytest.mark.slow
 def test_pytest_timeout_ends_a_test_on_ranks_with_their_stacks(run: Callable[..., Any]) -> None:
     ran = run("-o", "timeout_method=signal", test_timeout=TIMEOUT)
     assert ran.outcomes == {"test_warm_up": "passed", "test_hangs": "failed", "test_next": "passed"}, ran.out
