@@ -644,6 +644,9 @@ class Executor:
         May be called in any state, from any thread, twice, during a call. Bounded by `stop_timeout`: ranks that do not
         answer are ended, and the executor is BROKEN then. On the thread of an event loop that runs, it requests the
         stop and returns; `wait_tasks` ends then.
+
+        Each rank stops after the step that it is in. Where steps meet in a collective, take their outputs first, as the
+        engine does: a rank that has just begun one step more than its peers would wait for them, and be ended.
         """
         if self._state not in _ALIVE or os.getpid() != self._owner:  # in a forked child all of this is its parent's
             return
