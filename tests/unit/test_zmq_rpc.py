@@ -39,13 +39,14 @@ from mpexec.errors import (
     TaskEndedError,
     WrongStateError,
 )
-from mpexec.mp_engine import sockets, zmq_rpc
+from mpexec.mp_engine import rpc_server, sockets
 from mpexec.mp_engine.frames import (
     CANCELLED,
     CLOSED,
     FAILED,
     ITEM,
     MAX_CREDIT,
+    MAX_FRAME_BYTES,
     REPLY,
     WELCOME,
     Call,
@@ -61,8 +62,9 @@ from mpexec.mp_engine.frames import (
     encode_requests,
     load_value,
 )
+from mpexec.mp_engine.rpc_client import AsyncRPCClient
+from mpexec.mp_engine.rpc_server import AsyncRPCServer, when_caller_goes
 from mpexec.mp_engine.sockets import ClientKeys, SocketFolder, make_keys
-from mpexec.mp_engine.zmq_rpc import MAX_FRAME_BYTES, AsyncRPCClient, AsyncRPCServer, when_caller_goes
 
 BOUND_S = 20.0
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a coroutine that was never awaited
@@ -746,7 +748,7 @@ async def test_an_answer_that_nobody_waits_for_is_counted_and_acknowledges_nothi
 async def test_a_client_has_so_many_calls_in_flight_at_most(
     folder: SocketFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_rpc, "_MAX_CALLS", 3)
+    monkeypatch.setattr(rpc_server, "_MAX_CALLS", 3)
     sleeper = Sleeper()
     async with pair(folder, sleeper.sleep) as (server, client):
         works = [asyncio.ensure_future(client.call("sleep")) for _ in range(4)]
@@ -1167,7 +1169,7 @@ async def test_leaving_the_server_raises_the_exit_of_a_method(folder: SocketFold
 
 CLIENT = """
 import asyncio, sys
-from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
+from mpexec.mp_engine.rpc_client import AsyncRPCClient
 
 async def main():
     client = AsyncRPCClient(sys.argv[1])
@@ -1188,7 +1190,7 @@ asyncio.run(main())
 
 SERVER = """
 import asyncio, sys
-from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
+from mpexec.mp_engine.rpc_server import AsyncRPCServer
 
 async def sleep():
     await asyncio.Event().wait()
@@ -1211,7 +1213,7 @@ asyncio.run(main())
 
 MISSING = """
 import asyncio, sys, types
-from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
+from mpexec.mp_engine.rpc_server import AsyncRPCServer
 
 module = types.ModuleType("only_there")
 exec("class Thing: pass\\nclass ThingError(Exception): pass", module.__dict__)
@@ -1285,12 +1287,12 @@ async def test_the_streams_of_a_client_that_is_killed_end_within_a_second(folder
             assert await bounded(client.call("add", 2)) == 3
 
 
-@pytest.mark.parametrize("probes", [(), zmq_rpc._PROBE_AGAIN_S], ids=["told before", "told after"])
+@pytest.mark.parametrize("probes", [(), rpc_server._PROBE_AGAIN_S], ids=["told before", "told after"])
 async def test_what_a_client_sent_before_it_went_is_not_left_running(
     folder: SocketFolder, monkeypatch: pytest.MonkeyPatch, probes: tuple[float, ...]
 ) -> None:
     """Its frames wait in the socket when the connection is already lost, and perhaps known to be."""
-    monkeypatch.setattr(zmq_rpc, "_PROBE_AGAIN_S", probes)
+    monkeypatch.setattr(rpc_server, "_PROBE_AGAIN_S", probes)
     sleeper = Sleeper()
     async with serving(folder, sleeper.sleep, sleeper.doze) as server:
         for _ in range(5):
@@ -1303,7 +1305,7 @@ async def test_what_a_client_sent_before_it_went_is_not_left_running(
             dealer.close(1000)
             context.term()  # all is written, the connection is closed, and the server's loop has not run meanwhile
             if not probes:
-                told, router = server._sockets[0], server._router._socket
+                told, router = server._sockets._sockets[0], server._router._socket
                 assert told._socket.poll(BOUND_S * 1000)
                 told.read()
                 first = router.recv_multipart()
