@@ -15,9 +15,9 @@ from mpexec.engine.operations import Weights
 from mpexec.engine.profiling import profiling
 from mpexec.engine.request import Generation
 from mpexec.errors import ConfigError, ConnectionLostError, EngineStoppedError, WrongStateError
+from mpexec.mp_engine.rpc_client import AsyncRPCClient
 from mpexec.mp_engine.service import News
 from mpexec.mp_engine.sockets import ClientKeys, check_address
-from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
 from mpexec.tasks import TaskOwner, TaskSet
 
 _CREDIT = 16  # pieces of one answer under way; more of them would only be older

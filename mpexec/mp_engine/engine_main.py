@@ -23,9 +23,9 @@ from mpexec.engine.engine import Engine
 from mpexec.errors import MpexecError
 from mpexec.executor.base import State
 from mpexec.mp_engine.frames import box_error
+from mpexec.mp_engine.rpc_server import AsyncRPCServer
 from mpexec.mp_engine.service import EngineService
 from mpexec.mp_engine.sockets import ServerKeys
-from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
 from mpexec.processes import Boot
 from mpexec.tasks import cancel_async_tasks
 from mpexec.transport.lane import ControlLane

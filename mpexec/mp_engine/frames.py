@@ -20,13 +20,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from mpexec.errors import MpexecError, RemoteError, RemoteTraceback, SerializationError
+from mpexec.errors import MpexecError, RemoteError, RemoteTraceback, RPCTimeoutError, SerializationError
 from mpexec.messages import text_of, traceback_of, unpicklable
 from mpexec.transport.frame import dumps
 
 logger = logging.getLogger(__name__)
 
 Id = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+MAX_FRAME_BYTES = 64 << 20  # from client to server
 MAX_CREDIT = 1 << 20
 MAX_METHOD = 200  # characters of a name
 MAX_VALUE_BYTES = (1 << 32) - 1  # msgpack counts the bytes of a value in 32 bits
@@ -151,6 +152,11 @@ def encode_items(items: list[Item]) -> Iterator[bytes]:
 def decode_items(payload: bytes) -> list[Item]:
     """The items in a frame from server to client."""
     return _item_decoder.decode(payload)
+
+
+def timed_out(method: str, timeout: float | None) -> RPCTimeoutError:
+    """The error of a call whose deadline has passed: both sides keep it, and whichever notices says the same."""
+    return RPCTimeoutError(f"{method!r} was not done within {timeout} s", method=method)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from mpexec.agent.checkpoint import CheckpointFacts
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.engine.engine import Engine, Health, Metrics, SamplingParams
 from mpexec.errors import ConfigError, EngineStoppedError
-from mpexec.mp_engine.zmq_rpc import AsyncRPCServer, when_caller_goes
+from mpexec.mp_engine.rpc_server import AsyncRPCServer, when_caller_goes
 from mpexec.tasks import TaskOwner, TaskSet
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import zmq.utils.monitor
 import zmq.utils.z85
 
 from mpexec.errors import ConfigError
+from mpexec.executor.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,63 @@ def watch_disconnections(socket: zmq.Socket[bytes], tell: Callable[[], None]) ->
     """Call `tell` on the running loop whenever a peer of `socket` is lost, also by a handshake that fails."""
     events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     return LoopSocket(socket.get_monitor_socket(events), lambda _: tell())
+
+
+class SocketSet:
+    """The sockets of one end of a connection, in a ZMQ context of their own. Once ended, it may be opened again."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: list[LoopSocket] = []
+
+    @property
+    def ended(self) -> bool:
+        """True before `opening` and after `end` or `end_async`; one that is only closed still has its context."""
+        return self._context is None
+
+    @contextlib.contextmanager
+    def opening(self, kind: int) -> Iterator[zmq.Socket[bytes]]:
+        """A new socket in a new context, which the block binds or connects. Should that fail, nothing is left."""
+        self._context = zmq.Context()
+        socket = self._context.socket(kind)
+        try:
+            yield socket
+        except BaseException:
+            socket.close(0)
+            self.end()
+            raise
+
+    def add(self, socket: LoopSocket) -> None:
+        """Close it with the others; those that were added first are closed first."""
+        self._sockets.append(socket)
+
+    def watch(
+        self, socket: zmq.Socket[bytes], receive: Callable[[list[bytes]], None], tell: Callable[[], None]
+    ) -> LoopSocket:
+        """Add `socket`, whose messages go to `receive`, and have `tell` called whenever a peer of it is lost."""
+        watched = LoopSocket(socket, receive)
+        self._sockets += [watch_disconnections(socket, tell), watched]
+        return watched
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close every socket; again changes nothing. Whatever is unsent `linger_ms` after the end is dropped."""
+        for socket in self._sockets:
+            socket.close(linger_ms)
+        self._sockets.clear()
+
+    def end(self) -> None:
+        """Close without last words and end the context, in any state and also after the loop has been closed."""
+        self.close()
+        context, self._context = self._context, None
+        if context is not None:
+            context.term()
+
+    async def end_async(self, linger_ms: int = 0) -> None:
+        """Close and end the context, which waits for the last words, as long as a socket lingers for them."""
+        self.close(linger_ms)
+        context, self._context = self._context, None
+        if context is not None:
+            await in_thread(context.term, name="mpexec-rpc-close")
 
 
 # -- a folder of one's own -----------------------------------------------------------------------------------------
@@ -218,12 +276,12 @@ def _expect_heartbeats(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
 
 
-def use_server_keys(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: ServerKeys) -> LoopSocket:
+def use_server_keys(socket: zmq.Socket[bytes], keys: ServerKeys) -> LoopSocket:
     """Make `socket`, before it is bound, accept the clients of `keys` only; the socket that answers for it comes back.
 
     libzmq asks at the address inproc://zeromq.zap.01 (its RFC 27) whether a client's public key is known.
     """
-    gate = context.socket(zmq.REP)
+    gate = socket.context.socket(zmq.REP)
     gate.bind("inproc://zeromq.zap.01")
 
     def decide(parts: list[bytes]) -> None:

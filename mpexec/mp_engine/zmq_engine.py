@@ -24,8 +24,8 @@ from mpexec.executor.threads import in_thread
 from mpexec.mp_engine.engine_client import EngineClient, stopped_error
 from mpexec.mp_engine.engine_main import EnginePlan
 from mpexec.mp_engine.engine_process import EngineProcess, died_error
+from mpexec.mp_engine.rpc_client import AsyncRPCClient
 from mpexec.mp_engine.sockets import ClientKeys, ServerKeys, SocketFolder
-from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
 from mpexec.transport.frame import dumps
 
 logger = logging.getLogger(__name__)

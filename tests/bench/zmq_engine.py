@@ -103,7 +103,7 @@ def drive_stream(items: int) -> float:
 
 
 async def _take_stream(address: str, items: int) -> float:
-    from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
+    from mpexec.mp_engine.rpc_client import AsyncRPCClient
 
     async with AsyncRPCClient(address) as client:
         for wanted in (items // 10, items):  # the first one warms up
@@ -122,7 +122,7 @@ def drive_mpexec(calls: int) -> Figures:
 
 
 async def _call_mpexec(address: str, calls: int) -> Figures:
-    from mpexec.mp_engine.zmq_rpc import AsyncRPCClient
+    from mpexec.mp_engine.rpc_client import AsyncRPCClient
 
     async with AsyncRPCClient(address) as client:
         return await _series(partial(client.call, "echo"), list(range(calls)))
@@ -193,7 +193,7 @@ def serve_mpexec(address: str, pipe: Connection) -> None:
 
 
 async def _serve_mpexec(address: str, pipe: Connection) -> None:
-    from mpexec.mp_engine.zmq_rpc import AsyncRPCServer
+    from mpexec.mp_engine.rpc_server import AsyncRPCServer
 
     server = AsyncRPCServer(address)
     server.register("echo", echo)
