@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mpexec.cli.interrupt import run_interruptibly
-from mpexec.cli.options import check_executor, executor_options, find_model, model_options
+from mpexec.cli.options import check_executor, executor_options, find_model, model_options, stall_option
 from mpexec.errors import ConfigError
 
 _MOST_STREAMS = 1024
@@ -83,6 +83,7 @@ until then is printed in any case.""",
     help="Print one object a line for each number, as soon as it is measured, with all latencies in milliseconds.",
 )
 @click.option("--plot", type=click.Path(), metavar="FILE.png", help="Draw speed and latencies into a picture, too.")
+@stall_option
 @click.pass_context
 def command(context: click.Context, /, model: str | None, plot: str | None, **options: Any) -> None:
     """Measure a model on this machine: latencies and tokens a second for several numbers of streams.

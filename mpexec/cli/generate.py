@@ -13,6 +13,7 @@ from mpexec.cli.options import (
     find_model,
     model_options,
     sampling_options,
+    stall_option,
     take_sampling,
 )
 from mpexec.cli.prompts import read_prompts
@@ -57,6 +58,7 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
 @click.option(
     "--engine-process", is_flag=True, help="Run the engine in a process of its own, between this one and the ranks."
 )
+@stall_option
 @click.pass_context
 def command(
     context: click.Context, /, prompts: tuple[str, ...], model: str | None, file: str | None, **options: Any

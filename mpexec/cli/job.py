@@ -136,7 +136,11 @@ class Job:
             StartupError: A rank did not become ready.
         """
         writer = StdoutWriter()
-        async with self.loading.engine_async(self.engine_config()) as engine:
+
+        def tell_aside(line: str) -> None:
+            complain(f"\n{line}" if writer.is_inside_line else line)
+
+        async with self.loading.engine_async(self.engine_config(), tell_aside) as engine:
             try:
                 await self._serve(engine, writer)
             except Exception:

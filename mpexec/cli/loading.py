@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from typing import Any
 from mpexec.cli.interrupt import end_process_in
 from mpexec.cli.progress import ProgressLine, progress
 from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_failure
+from mpexec.cli.stall import watching
 from mpexec.config import EngineConfig, StartMethod
 from mpexec.engine.engine import Engine, ModelPlan
 from mpexec.errors import ConfigError
@@ -29,7 +30,12 @@ AnyEngine = Any  # an `Engine`, or a `ZMQEngine`, which has its face and needs a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """How a model is to be loaded; the executor is "mp" or "ray"."""
+    """How a model is to be loaded.
+
+    Attributes:
+        executor: "mp" or "ray".
+        stall_timeout: Seconds without a step of the model after which the command ends; 0 for never.
+    """
 
     plan: ModelPlan
     executor: str
@@ -37,6 +43,7 @@ class Loading:
     start_method: StartMethod
     verbose: bool
     engine_process: bool = False
+    stall_timeout: float = 0.0
 
     @classmethod
     def prepare(cls, model: str | None, tp: int, *, executor: str, **options: Any) -> Loading:
@@ -49,12 +56,18 @@ class Loading:
         return cls(plan=plan, executor=choose_executor(plan, executor), **options)
 
     @asynccontextmanager
-    async def engine_async(self, config: EngineConfig) -> AsyncIterator[AnyEngine]:
+    async def engine_async(
+        self, config: EngineConfig, tell: Callable[[str], None] = complain
+    ) -> AsyncIterator[AnyEngine]:
         """Load the model and start its engine for the block; the ranks have been released when this returns or raises.
+
+        Args:
+            config: Limits of the engine.
+            tell: Takes a line for the user when the steps of the model do not end, while the block runs.
 
         Raises:
             StartupError: A rank did not become ready.
-            ToldError: The engine failed later, or the block raised; the message has been printed.
+            ToldError: The engine failed or stalled later, or the block raised; the message has been printed.
         """
         # The choice of executor below is this command's, not its user's.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="mpexec")
@@ -65,7 +78,8 @@ class Loading:
             async with ending(engine, patience=_FAILED_PATIENCE_S, untold=(ReaderGoneError, OSError)):
                 await engine.start_async()
                 self._tell_pids(engine)
-                yield engine
+                async with watching(engine, self.stall_timeout, tell):
+                    yield engine
 
     async def _load_async(self, config: EngineConfig) -> AnyEngine:
         path, tp = self.plan.facts.path, self.plan.tp

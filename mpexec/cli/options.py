@@ -54,6 +54,20 @@ def model_options(command: Any) -> Any:
     )
 
 
+def stall_option(command: Any) -> Any:
+    """For how long a command waits for a step of the model: `--stall-timeout`."""
+    return _add(
+        command,
+        click.option(
+            "--stall-timeout",
+            type=Number(),
+            default=120.0,
+            show_default=True,
+            help="Seconds without a step of the model after which the command ends with exit code 1; 0 for never.",
+        ),
+    )
+
+
 def executor_options(command: Any) -> Any:
     """Where the processes run: `--executor` and `--ray-address`."""
     return _add(

@@ -378,6 +378,47 @@ def test_ctrl_c_ends_an_engine_process_too() -> None:
         assert not left_of(everybody, within(1.0))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [["generate", PROMPT], ["generate", PROMPT, "--engine-process"], ["bench"]])
+def test_a_rank_that_stands_still_ends_it_after_the_stall_timeout_with_its_name(where: list[str]) -> None:
+    long = ["--max-new-tokens", "900", "--verbose", "--stall-timeout", "2"]
+    with running(*where, *long, *(["--ignore-eos"] if "generate" in where else [])) as process:
+        parent = ranks_of(process, 1)[0] if "--engine-process" in where else process.pid
+        assert process.stderr is not None
+        while b"rank 1 is process" not in (line := process.stderr.readline()):
+            assert line
+        ranks = sorted(child.pid for child in psutil.Process(parent).children())
+        if "generate" in where:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+        since = time.monotonic()
+        os.kill(ranks[1], signal.SIGSTOP)
+        returncode, stderr, took = end_of(process, since)
+        assert returncode == 1
+        (line,) = (line for line in stderr.splitlines() if "no step" in line)
+        assert re.match(rf"mpexec: no step for \d+ s: rank 1 \(pid {ranks[1]}\) stopped", line)
+        assert 2.0 <= took < within(6.0)
+        assert not left_of(ranks, within(1.0))
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_told_after_some_seconds_and_again_at_ctrl_c() -> None:
+    with running(*ENDLESS) as process:
+        ranks = ranks_of(process)
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert process.stderr is not None
+        while b"mpexec: no step for" not in (line := process.stderr.readline()):
+            assert line
+        since = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        returncode, stderr, took = end_of(process, since)
+        assert (returncode, stderr.count("no step for")) == (130, 1)
+        assert took < within(1.0)
+        assert not left_of(ranks, within(1.0))
+
+
 def test_a_rank_killed_while_loading_is_named_and_ends_it() -> None:
     with running(*ENDLESS) as process:
         ranks = ranks_of(process)
