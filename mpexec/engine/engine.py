@@ -117,6 +117,8 @@ class ModelPlan:
             if not prompt:
                 raise ConfigError("the prompt is empty: give at least one character")
             token_ids = (self.tokenizer or Tokenizer.load(self.facts.path)).encode(prompt)
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise ConfigError(f"a {type(prompt).__name__} is no prompt: give a text, or a list of token ids")
         else:
             token_ids = tuple(prompt)
         check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
@@ -471,6 +473,7 @@ class Engine(TaskOwner):
 
         A profile that was going on when the engine was stopped is dropped.
         """
+        await self._settle()
         is_new = not self.running
         if is_new:
             self._operations.check_ranks()

@@ -24,7 +24,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: Most tokens to generate; the context limit may end the text earlier.
         temperature: 0 takes the most likely token each time; from 1e-5 on a token is drawn.
-        seed: Starts the random numbers of this request; the same seed gives the same text. No effect at temperature 0.
+        seed: Starts the random numbers of this request; the same seed gives the same text, whatever else runs. With
+            16-bit weights other requests may change how logits are rounded, and so a text. No effect at temperature 0.
         ignore_eos: Go on after a token that the model ends a text with.
         top_k: Draw from the k most likely tokens only; 0 is all.
         top_p: Draw from the most likely tokens that together have this probability; 1 is all.
