@@ -18,7 +18,7 @@ from mpexec.engine.metrics import Metrics
 from mpexec.engine.operations import Operations, Weights
 from mpexec.engine.profiling import check_file, profiling, write_trace
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType
-from mpexec.engine.sampling_params import SamplingParams
+from mpexec.engine.sampling_params import SamplingParams, items_of
 from mpexec.engine.scheduler import DEPTH, Scheduler, check_prompt
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
@@ -117,10 +117,11 @@ class ModelPlan:
             if not prompt:
                 raise ConfigError("the prompt is empty: give at least one character")
             token_ids = (self.tokenizer or Tokenizer.load(self.facts.path)).encode(prompt)
-        elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise ConfigError(f"a {type(prompt).__name__} is no prompt: give a text, or a list of token ids")
         else:
-            token_ids = tuple(prompt)
+            items = items_of(prompt)
+            if items is None:
+                raise ConfigError(f"a {type(prompt).__name__} is no prompt: give a text, or a list of token ids")
+            token_ids = items
         check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
         return token_ids
 

@@ -74,7 +74,7 @@ class SamplingParams:
 
     def _take_stops(self) -> None:
         """Make tuples of the stops, so that what was checked cannot change."""
-        strings = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
+        strings = (self.stop,) if isinstance(self.stop, str) else items_of(self.stop)
         self._check(
             "stop",
             strings is not None
@@ -82,7 +82,7 @@ class SamplingParams:
             and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in strings),
             f"a string, or up to {MAX_STOPS} of them, of 1 to {MAX_STOP_LENGTH} characters each",
         )
-        tokens = _items(self.stop_token_ids)
+        tokens = items_of(self.stop_token_ids)
         self._check(
             "stop_token_ids",
             tokens is not None
@@ -119,6 +119,6 @@ def _within(value: Any, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def _items(value: Any) -> tuple[Any, ...] | None:
+def items_of(value: Any) -> tuple[Any, ...] | None:
     """The items of a sequence; None for what is none, a text included."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else None
