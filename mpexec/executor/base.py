@@ -517,11 +517,13 @@ class Executor:
 
     def _describe_self(self, kind: str) -> dict[str, Any]:
         """What `describe` says of every kind of executor, its ranks apart."""
+        background = self._background
+        waits = background is not None and self._calls.get(background.call_id) is background
         return {
             "kind": kind,
             "state": self._state.name,
             "root_cause": None if self._root is None else first_line(self._root),
-            "calls_in_flight": len(self._calls),
+            "calls_in_flight": len(self._calls) - waits,
             "late_replies": self._calls.late,
         }
 
