@@ -109,8 +109,7 @@ class CausalLMAgent(ModelAgent):
                 in the vocabulary. Nothing has been changed then.
         """
         self._check(inputs)
-        for slot in inputs.free:
-            self._sequences.pop(slot, None)
+        self._free(inputs.free)
         output = StepOutput(inputs.step_id, {})
         # Prompts completed below are not among those decoded: `_check` has seen to it.
         for prompts in _group(inputs.prefill):
@@ -121,7 +120,13 @@ class CausalLMAgent(ModelAgent):
 
     def reset(self) -> None:
         """Free every slot."""
-        self._sequences.clear()
+        self._free(tuple(self._sequences))
+
+    def _free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            sequence = self._sequences.pop(slot, None)
+            if sequence is not None:
+                self._cache.clear(slot, len(sequence.tokens))
 
     def sleep(self, level: int = 1) -> None:
         """Free every slot and the cache; on CUDA the weights move to memory of the host. `wakeup` must come next.
@@ -195,10 +200,13 @@ class CausalLMAgent(ModelAgent):
 
     def _check(self, inputs: StepInput) -> None:
         """Raise ValueError for what `forward` refuses, before anything has been changed."""
-        held = {slot: one for slot, one in self._sequences.items() if slot not in inputs.free}
+        freed = set(inputs.free)
+        held = {slot: one for slot, one in self._sequences.items() if slot not in freed}
+        decoded: set[int] = set()
         for slot in inputs.decode:
-            if slot not in held or not held[slot].complete or inputs.decode.count(slot) > 1:
+            if slot not in held or not held[slot].complete or slot in decoded:
                 raise ValueError(f"slot {slot} cannot be decoded: it holds no whole prompt, or is named twice")
+            decoded.add(slot)
             if len(held[slot].tokens) > self._max_length:
                 raise ValueError(f"slot {slot} is full: it holds {self._max_length} tokens")
         begun: set[int] = set()
@@ -285,8 +293,8 @@ class CausalLMAgent(ModelAgent):
         # Two tokens, as the vector of a padding token is zero, and so may be its keys and values.
         self._prefill([Prefill(0, (0, 1))], output := StepOutput(0, {}))
         self._decode((0,), output)
-        self.reset()
         missing = int((self._cache.values[:, 0].abs().amax(dim=(1, 2, 3)) == 0).sum())
+        self.reset()
         if missing:
             raise ConfigError(
                 f"{missing} of {self._facts.layers} layers of this {self._facts.model_type} model do not use "

@@ -38,10 +38,16 @@ def resolve_model(name: str | Path) -> Path:
     if cached is not None:
         return cached
     try:
-        return _fetch(hub, str(name), local_files_only=False)
+        folder = _fetch(hub, str(name), local_files_only=False)
     except Exception as error:  # of the network, of the hub or of the disk, from several libraries
         reason = _reason(hub, str(name), error)
         raise ConfigError(f"no model folder at {name}, and the hub's {name} cannot be had: {reason}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"the hub's {name} has no *.safetensors, and other weights are not downloaded; convert it "
+            "(save_pretrained of transformers does), and give its folder"
+        )
+    return folder
 
 
 def _cached(hub: Any, name: str) -> Path | None:

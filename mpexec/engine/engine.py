@@ -18,7 +18,7 @@ from mpexec.engine.metrics import Metrics
 from mpexec.engine.operations import Operations, Weights
 from mpexec.engine.profiling import check_file, profiling, write_trace
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType
-from mpexec.engine.sampling_params import SamplingParams
+from mpexec.engine.sampling_params import SamplingParams, items_of
 from mpexec.engine.scheduler import DEPTH, Scheduler, check_prompt
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
@@ -118,7 +118,10 @@ class ModelPlan:
                 raise ConfigError("the prompt is empty: give at least one character")
             token_ids = (self.tokenizer or Tokenizer.load(self.facts.path)).encode(prompt)
         else:
-            token_ids = tuple(prompt)
+            items = items_of(prompt)
+            if items is None:
+                raise ConfigError(f"a {type(prompt).__name__} is no prompt: give a text, or a list of token ids")
+            token_ids = items
         check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
         return token_ids
 
@@ -471,6 +474,7 @@ class Engine(TaskOwner):
 
         A profile that was going on when the engine was stopped is dropped.
         """
+        await self._settle()
         is_new = not self.running
         if is_new:
             self._operations.check_ranks()

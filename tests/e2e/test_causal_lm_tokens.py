@@ -189,6 +189,18 @@ def test_pieces_that_do_not_follow_each_other_are_refused_and_change_nothing() -
     assert agent.forward(StepInput(2, prefill=(Prefill(1, (1, 2, 3, 4)),))).tokens[1] == pieced
 
 
+def test_a_sequence_that_is_no_longer_finite_leaves_nothing_to_the_next_in_its_slot() -> None:
+    agent = CausalLMAgent(str(default_model_path()), max_slots=2, max_length=32)
+    agent.build_model()
+    short, long = (1, 2), tuple(range(20))
+    agent.forward(StepInput(0, prefill=(Prefill(0, short),)))
+    alone = agent.forward(StepInput(1, decode=(0,))).tokens[0]
+    agent.forward(StepInput(2, free=(0,), prefill=(Prefill(0, long),)))
+    agent._cache.values[:, 0, :, : len(long)] = torch.nan  # as weights that have diverged leave it
+    agent.forward(StepInput(3, free=(0,), prefill=(Prefill(0, short), Prefill(1, long))))
+    assert agent.forward(StepInput(4, decode=(0, 1))).tokens[0] == alone
+
+
 def test_log_probabilities_are_those_of_the_model_whatever_is_sampled(models: Models) -> None:
     path = models.get("bundled")
     agent = CausalLMAgent(str(path))

@@ -116,6 +116,21 @@ async def count_of(values: AsyncIterator[Any]) -> int:
 # -- answers -------------------------------------------------------------------------------------------------------
 
 
+async def test_a_start_right_behind_a_requested_stop_serves(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        engine.stop()
+        await engine.start_async()
+        assert ids(await collect(engine, [7], many(3))) == [8, 9, 10]
+
+
+@pytest.mark.parametrize("prompt", [b"abc", {1: 2}, {3, 4}, 5, None, [True], [1, False], [1.0]])
+async def test_what_is_no_prompt_is_refused_and_harms_nobody(uni: MakeEngine, prompt: Any) -> None:
+    async with uni() as engine:
+        with pytest.raises(ConfigError, match=r"is no prompt|token id"):
+            await collect(engine, prompt)
+        assert ids(await collect(engine, [7], many(2))) == [8, 9]
+
+
 async def test_many_prompts_share_the_slots_and_each_gets_its_own_answer(make_engine: MakeEngine) -> None:
     engine = make_engine(max_slots=3)
     async with engine:
