@@ -19,6 +19,8 @@ class Setting:
     model: str
     tp: int
     executor: str
+    dtype: str
+    device: str
     prompt_tokens: int
     new_tokens: int
 
@@ -26,7 +28,8 @@ class Setting:
     def title(self) -> str:
         """For people, on one line."""
         sizes = f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens"
-        return f"{self.model}, TP {self.tp}, {sizes}"
+        where = "" if self.device == "auto" else f" on {self.device}"
+        return f"{self.model}, TP {self.tp}, {self.dtype}{where}, {sizes}"
 
 
 @dataclass(slots=True)

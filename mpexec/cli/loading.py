@@ -42,18 +42,20 @@ class Loading:
     ray_address: str | None
     start_method: StartMethod
     verbose: bool
+    dtype: str = "float32"
+    device: str = "auto"
     engine_process: bool = False
     stall_timeout: float = 0.0
 
     @classmethod
-    def prepare(cls, model: str | None, tp: int, *, executor: str, **options: Any) -> Loading:
+    def prepare(cls, model: str | None, tp: int, *, executor: str, device: str = "auto", **options: Any) -> Loading:
         """Check the model, and that there is an executor for it.
 
         Raises:
             ConfigError: Names the value and the remedy.
         """
         plan = ModelPlan.read(model, tp, EngineConfig())
-        return cls(plan=plan, executor=choose_executor(plan, executor), **options)
+        return cls(plan=plan, executor=choose_executor(plan, executor, device), device=device, **options)
 
     @asynccontextmanager
     async def engine_async(
@@ -90,9 +92,10 @@ class Loading:
 
     def _executor_options(self) -> dict[str, Any]:
         """What the engine's executor is made of."""
+        options = {"backend": self.executor, "dtype": self.dtype, "device": self.device}
         if self.executor == "mp":
-            return {"backend": "mp", "start_method": self.start_method}
-        return {"backend": "ray", "address": self.ray_address}
+            return {**options, "start_method": self.start_method}
+        return {**options, "address": self.ray_address}
 
     @contextmanager
     def _quiet_stdout(self) -> Iterator[None]:
@@ -186,13 +189,13 @@ def engine_class(*, own_process: bool) -> Any:
     return ZMQEngine
 
 
-def choose_executor(plan: ModelPlan, asked: str) -> str:
+def choose_executor(plan: ModelPlan, asked: str, device: str) -> str:
     """The executor for a model: "mp" or "ray".
 
     Raises:
         ConfigError: It is Ray's, and Ray is not installed.
     """
-    chosen, why = choose_backend(plan.worker_spec(EngineConfig()), asked)
+    chosen, why = choose_backend(plan.worker_spec(EngineConfig(), device=device), asked)
     if chosen != "ray":
         return "mp"  # processes also for one rank: importing torch here would hold up Ctrl-C
     if find_spec("ray") is None:

@@ -61,7 +61,8 @@ class Bench:
                 f"{loading.plan.max_length} tokens that {loading.plan.facts.path.name} allows together"
             )
         name = loading.plan.facts.path.resolve().name
-        setting = Setting(name, tp, loading.executor, prompt_tokens, max_new_tokens)
+        where = (loading.executor, loading.dtype, loading.device)
+        setting = Setting(name, tp, *where, prompt_tokens, max_new_tokens)
         return cls(
             loading=loading,
             setting=setting,

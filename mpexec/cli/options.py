@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from mpexec.cli.values import ClusterAddress, Number, StopString
-from mpexec.config import LEAST_SCALE, START_METHODS, is_temperature
+from mpexec.config import DEVICES, DTYPES, LEAST_SCALE, START_METHODS, is_temperature
 
 EXECUTORS = ("auto", "mp", "ray")
 
@@ -26,22 +26,37 @@ class Temperature(Number):
 
 
 def model_options(command: Any) -> Any:
-    """Which model to run, over how many processes, and how they start: `--model`, `--tp`, `--start-method`, `-v`."""
+    """Which model to run, over how many processes, on what, and how they start."""
     return _add(
         command,
         click.option(
             "--model",
             type=click.Path(),  # so that a shell completes it
-            metavar="PATH",
-            help="Local folder with a Hugging Face causal language model, or a bundled one's name. Default: the "
-            "bundled one.",
+            metavar="MODEL",
+            help="A folder, a hub id (Qwen/Qwen3-0.6B), or a bundled name. Default: the bundled one.",
         ),
         click.option(
             "--tp",
+            "--tensor-parallel-size",
+            "tp",
             type=click.IntRange(min=1),
             default=2,
             show_default=True,
             help="Processes that share every layer of the model.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            default=DTYPES[0],
+            show_default=True,
+            help="Of weights and cache.",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(DEVICES),
+            default=DEVICES[0],
+            show_default=True,
+            help="Where the model runs: 'auto' on GPUs where there is one for every process, else on the CPU.",
         ),
         click.option(
             "--start-method",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mpexec.errors import EngineStoppedError, RemoteTraceback
+from mpexec.errors import ConfigError, EngineStoppedError, RemoteTraceback, StartupError
 
 
 class ReaderGoneError(Exception):
@@ -41,7 +41,9 @@ def tell(line: str) -> None:
 
 def describe_failure(failure: BaseException) -> str:
     """What happened, for people: the root cause, with its notes and the traceback of the rank it comes from."""
-    if isinstance(failure, StalledError):
+    if isinstance(failure, StartupError) and isinstance(failure.__cause__, ConfigError):
+        failure = failure.__cause__  # found by a rank, and not its fault
+    if isinstance(failure, StalledError | ConfigError):
         return str(failure)
     if isinstance(failure, EngineStoppedError) and failure.__cause__ is not None:
         failure = failure.__cause__

@@ -21,10 +21,10 @@ from mpexec.cli.measure import Bench
 from mpexec.config import EngineConfig
 from mpexec.engine.engine import GenerationOutput
 
-SETTING = Setting("kjv-small", 2, "mp", 8, 4)
+SETTING = Setting("kjv-small", 2, "mp", "bfloat16", "cpu", 8, 4)
 KEYS = [
-    "model", "tp", "executor", "prompt_tokens", "new_tokens", "concurrency", "requests", "complete", "seconds",
-    "tokens", "tokens_per_second", "first_token_ms", "between_tokens_ms", "whole_request_ms",
+    "model", "tp", "executor", "dtype", "device", "prompt_tokens", "new_tokens", "concurrency", "requests", "complete",
+    "seconds", "tokens", "tokens_per_second", "first_token_ms", "between_tokens_ms", "whole_request_ms",
 ]  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def test_a_terminal_gets_the_model_and_groups_of_percentiles(monkeypatch: pytest
         print_table(SETTING, [level()])
 
     text = CliRunner().invoke(shown).output
-    assert "kjv-small, TP 2, 8 prompt tokens, 4 new tokens" in text
+    assert "kjv-small, TP 2, bfloat16 on cpu, 8 prompt tokens, 4 new tokens" in text
     assert "250 / 370 / 397" in text
 
 
