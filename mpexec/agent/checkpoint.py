@@ -44,6 +44,11 @@ class CheckpointFacts:
     parameters: int | None
     nbytes: int
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and answer together: no layer may have to forget any of them."""
+        return min(self.context_length, self.sliding_window or self.context_length)
+
 
 def read_checkpoint(path: str | Path) -> CheckpointFacts:
     """Read the facts of the model in a local folder; weights are not read, only counted.

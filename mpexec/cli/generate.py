@@ -11,6 +11,7 @@ from mpexec.cli.options import (
     check_executor,
     executor_options,
     find_model,
+    length_option,
     model_options,
     sampling_options,
     stall_option,
@@ -57,6 +58,14 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
 )
 @click.option(
     "--engine-process", is_flag=True, help="Run the engine in a process of its own, between this one and the ranks."
+)
+@length_option
+@click.option(
+    "--max-slots",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Prompts that are computed together; the others wait.",
 )
 @stall_option
 @click.pass_context

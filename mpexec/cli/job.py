@@ -21,7 +21,6 @@ from mpexec.engine.engine import SamplingParams
 from mpexec.errors import ConfigError
 from mpexec.tasks import cancel_async_tasks
 
-_SLOTS = 8
 _IN_FLIGHT = 256  # prompts handed to the engine at once
 
 
@@ -89,6 +88,7 @@ class Job:
     loading: Loading
     stream: bool
     as_json: bool
+    max_slots: int = 8
 
     @classmethod
     def prepare(
@@ -100,6 +100,7 @@ class Job:
         sampling: dict[str, Any],
         stream: bool,
         as_json: bool,
+        max_slots: int = 8,
         **options: Any,
     ) -> Job:
         """Check model and prompts; `sampling` are fields of `SamplingParams`, `options` those of `Loading`.
@@ -115,15 +116,15 @@ class Job:
                 answers.append(Answer(prompt, loading.plan.encode(prompt)))
             except ConfigError as bad:
                 raise ConfigError(f"prompt {number} of {len(prompts)}: {bad}") from bad
-        return cls(answers=answers, params=params, loading=loading, stream=stream, as_json=as_json)
+        return cls(answers=answers, params=params, loading=loading, stream=stream, as_json=as_json, max_slots=max_slots)
 
     def engine_config(self) -> EngineConfig:
         """As many slots, and as much room in them, as this run can use."""
         longest = max(len(answer.prompt_token_ids) for answer in self.answers)
         return EngineConfig(
-            max_slots=min(_SLOTS, len(self.answers)),
+            max_slots=min(self.max_slots, len(self.answers)),
             max_queue=len(self.answers),
-            max_length=min(self.loading.plan.max_length, longest + self.params.max_new_tokens),
+            max_length=self.loading.room_for(longest + self.params.max_new_tokens),
             stop_timeout=STOP_TIMEOUT_S,
         )
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +34,7 @@ class Loading:
 
     Attributes:
         executor: "mp" or "ray".
+        max_length: Most tokens of prompt and answer together, as the user has it; None for what the model allows.
         stall_timeout: Seconds without a step of the model after which the command ends; 0 for never.
     """
 
@@ -45,17 +46,34 @@ class Loading:
     dtype: str = "float32"
     device: str = "auto"
     engine_process: bool = False
+    max_length: int | None = None
     stall_timeout: float = 0.0
 
     @classmethod
-    def prepare(cls, model: str | None, tp: int, *, executor: str, device: str = "auto", **options: Any) -> Loading:
+    def prepare(
+        cls,
+        model: str | None,
+        tp: int,
+        *,
+        executor: str,
+        device: str = "auto",
+        max_length: int | None = None,
+        **options: Any,
+    ) -> Loading:
         """Check the model, and that there is an executor for it.
 
         Raises:
             ConfigError: Names the value and the remedy.
         """
-        plan = ModelPlan.read(model, tp, EngineConfig())
-        return cls(plan=plan, executor=choose_executor(plan, executor, device), device=device, **options)
+        plan = ModelPlan.read(model, tp, EngineConfig(max_length=max_length))
+        if max_length is None:  # the cache is made for the requests, which are known
+            plan = replace(plan, max_length=plan.facts.max_length)
+        executor = choose_executor(plan, executor, device)
+        return cls(plan=plan, executor=executor, device=device, max_length=max_length, **options)
+
+    def room_for(self, tokens: int) -> int:
+        """Tokens that a slot is to have room for, if no text needs more than so many."""
+        return self.max_length or min(tokens, self.plan.max_length)
 
     @asynccontextmanager
     async def engine_async(

@@ -33,6 +33,7 @@ class Bench:
     seed: int
     as_json: bool
     picture: Path | None
+    max_slots: int | None = None
 
     @classmethod
     def prepare(
@@ -47,6 +48,7 @@ class Bench:
         seed: int,
         as_json: bool,
         picture: Path | None,
+        max_slots: int | None = None,
         **options: Any,
     ) -> Bench:
         """Check the model, and that the requests fit into its context; `options` are those of `Loading`.
@@ -56,9 +58,10 @@ class Bench:
         """
         loading = Loading.prepare(model, tp, **options)
         if prompt_tokens + max_new_tokens > loading.plan.max_length:
+            whose = "of --max-length" if loading.max_length else f"that {loading.plan.facts.path.name} allows together"
             raise ConfigError(
                 f"--prompt-tokens {prompt_tokens} and --max-new-tokens {max_new_tokens} are more than the "
-                f"{loading.plan.max_length} tokens that {loading.plan.facts.path.name} allows together"
+                f"{loading.plan.max_length} tokens {whose}"
             )
         name = loading.plan.facts.path.resolve().name
         where = (loading.executor, loading.dtype, loading.device)
@@ -71,6 +74,7 @@ class Bench:
             seed=seed,
             as_json=as_json,
             picture=picture,
+            max_slots=max_slots,
         )
 
     async def run_async(self) -> None:
@@ -107,8 +111,12 @@ class Bench:
 
     def _engine_config(self) -> EngineConfig:
         most = max(self.concurrency)
-        length = self.setting.prompt_tokens + self.setting.new_tokens
-        return EngineConfig(max_slots=most, max_queue=most, max_length=length, stop_timeout=STOP_TIMEOUT_S)
+        return EngineConfig(
+            max_slots=self.max_slots or most,
+            max_queue=most,
+            max_length=self.loading.room_for(self.setting.prompt_tokens + self.setting.new_tokens),
+            stop_timeout=STOP_TIMEOUT_S,
+        )
 
     async def _measure_async(self, engine: AnyEngine, levels: list[Level]) -> None:
         draw = random.Random(self.seed)

@@ -69,6 +69,19 @@ def model_options(command: Any) -> Any:
     )
 
 
+def length_option(command: Any) -> Any:
+    """How long the texts of a command may be that knows its requests: `--max-length`."""
+    return _add(
+        command,
+        click.option(
+            "--max-length",
+            type=click.IntRange(min=2),
+            help="Most tokens of prompt and answer together. Default: what these requests need, at most what the "
+            "model allows.",
+        ),
+    )
+
+
 def stall_option(command: Any) -> Any:
     """For how long a command waits for a step of the model: `--stall-timeout`."""
     return _add(

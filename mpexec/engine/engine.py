@@ -177,7 +177,7 @@ def _has_tokenizers() -> bool:
 
 
 def _max_length(facts: CheckpointFacts, config: EngineConfig) -> int:
-    most = min(facts.context_length, facts.sliding_window or facts.context_length)
+    most = facts.max_length
     if config.max_length is None:
         return min(most, _DEFAULT_MAX_LENGTH)
     if config.max_length > most:

@@ -201,6 +201,13 @@ async def test_the_engine_has_room_for_the_largest_level_and_no_more(engine_of: 
     assert (config.max_slots, config.max_length) == (6, 12)
 
 
+async def test_the_engine_has_the_slots_and_the_room_that_were_asked_for(engine_of: Any) -> None:
+    configs = engine_of(Counting())
+    await bench(concurrency=(2, 6), max_slots=4, max_length=32).run_async()
+    (config,) = configs
+    assert (config.max_slots, config.max_queue, config.max_length) == (4, 6, 32)
+
+
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
 async def test_a_run_that_is_cancelled_prints_what_was_measured_until_then(
     as_json: bool, engine_of: Any, capsys: pytest.CaptureFixture[str]

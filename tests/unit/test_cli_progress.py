@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from mpexec.cli.job import Job
 from mpexec.cli.loading import loading_progress
 from mpexec.cli.progress import progress
 from mpexec.engine.engine import GenerationOutput
+from mpexec.models import default_model_path
 
 PROMPTS = ["In the beginning", "And", "Behold"]
 
@@ -130,6 +134,34 @@ async def test_text_that_streams_to_the_terminal_is_progress_enough(at_screen: C
     await job()._serve(Answering(), Written(screen))  # type: ignore[arg-type]
     assert "prompts, " not in screen.text
     assert "word word word word" in screen.text
+
+
+def long_model(folder: Path) -> Path:
+    """The bundled model with a longer context, without what a rank would need of it."""
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        shutil.copy(default_model_path() / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    return folder
+
+
+def test_an_engine_has_room_for_the_longest_prompt_and_its_answer_and_no_more(tmp_path: Path) -> None:
+    folder = str(long_model(tmp_path))
+    options: dict[str, Any] = {
+        "tp": 2, "stream": True, "as_json": False, "executor": "mp", "ray_address": None, "start_method": "spawn",
+        "verbose": False,
+    }  # fmt: skip
+
+    def limits(**changes: Any) -> tuple[int, int | None]:
+        made = Job.prepare(["And", "And " * 5000], folder, **{**options, "sampling": {"max_new_tokens": 4}, **changes})
+        config = made.engine_config()
+        return config.max_slots, config.max_length
+
+    tokens = len(job().loading.plan.tokenizer.encode("And " * 5000))  # type: ignore[union-attr]
+    assert 4096 < tokens < 8000
+    assert limits() == (2, tokens + 4)
+    assert limits(sampling={"max_new_tokens": 9000}) == (2, 8192)
+    assert limits(max_slots=1, max_length=8000) == (1, 8000)
 
 
 async def test_sampling_params_are_made_of_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
