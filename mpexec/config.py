@@ -141,6 +141,7 @@ class WorkerSpec:
 
 
 # The limits of sampling stand here, where the command line finds them without the engine.
+MAX_LOGPROBS = 20
 LEAST_SCALE = 1e-5  # of a temperature above 0, and of a penalty: scores divided by less may overflow
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 import click
 
 PERCENTS = (50, 90, 99)
+_ENOUGH = 100  # values, for the 99th percentile to be another one than the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,11 @@ def print_table(setting: Setting, levels: Sequence[Level]) -> None:
     for level in levels:
         values = [" / ".join(_shown(value) for value in one.values()) for one in level.latencies().values()]
         table.add_row(*_leading(level), *values)
+    if any(level.requests < _ENOUGH for level in levels):
+        table.caption, table.caption_justify = (
+            f"p99 of fewer than {_ENOUGH} requests is near the slowest of them",
+            "left",
+        )
     terminal.print(table)
 
 

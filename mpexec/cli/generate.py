@@ -16,8 +16,10 @@ from mpexec.cli.options import (
     sampling_options,
     stall_option,
     take_sampling,
+    without_effect,
 )
 from mpexec.cli.prompts import read_prompts
+from mpexec.cli.report import complain
 
 
 @click.command(
@@ -47,7 +49,7 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one object a line: prompt, text, token_ids, prompt_token_ids, finish_reason.",
+    help="Print one object a line: prompt, text, token_ids, prompt_token_ids, finish_reason; and logprobs.",
 )
 @click.option(
     "--prompts",
@@ -78,8 +80,12 @@ def command(
     prompts are read from stdin, one a line. The text goes to stdout, everything else to stderr.
     """
     check_executor(context)
+    if options["logprobs"] is not None and not options["as_json"]:
+        raise click.UsageError(f"--logprobs {options['logprobs']} needs --json: text has no place for them.", context)
     texts = read_prompts(prompts, file)
     from mpexec.cli.job import Job
 
     job = Job.prepare(texts, find_model(model), sampling=take_sampling(options), **options)
+    if idle := without_effect(context):
+        complain(idle)
     run_interruptibly(job.run_async())

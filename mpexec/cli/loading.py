@@ -103,7 +103,7 @@ class Loading:
 
     async def _load_async(self, config: EngineConfig) -> AnyEngine:
         path, tp = self.plan.facts.path, self.plan.tp
-        with loading_progress(path.name, tp):
+        with loading_progress(path.name, tp, is_told=True):
             return await engine_class(own_process=self.engine_process).from_pretrained_async(
                 path, tp, config=config, **self._executor_options()
             )
@@ -161,11 +161,16 @@ async def ending(engine: AnyEngine, *, patience: float, untold: tuple[type[Excep
 
 
 @contextmanager
-def loading_progress(model: str, tp: int) -> Iterator[None]:
-    """Show that a model is being loaded, and what its ranks report of it while this process starts them."""
+def loading_progress(model: str, tp: int, *, is_told: bool = False) -> Iterator[None]:
+    """Show that a model is being loaded, and what its ranks report of it while this process starts them.
+
+    Where nobody could see that, `is_told` has one line say the former.
+    """
     text = f"loading {model} on {tp} {'rank' if tp == 1 else 'ranks'}"
     with progress(text) as line:
         if not line.is_shown:
+            if is_told:
+                complain(text)
             yield
             return
         news = _News(line, text)

@@ -125,6 +125,8 @@ class Bench:
             await self._run_level(engine, warm, draw, min(_WARM_TOKENS, self.setting.new_tokens), ProgressLine())
             for number in self.concurrency:
                 levels.append(level := Level(number, requests=max(number, self.requests), began=time.monotonic()))
+                if not line.is_shown:
+                    complain(f"{self._place(level)}: {level.requests} requests")
                 await self._run_level(engine, level, draw, self.setting.new_tokens, line)
                 if self.as_json:
                     with line.hidden():
@@ -170,11 +172,12 @@ class Bench:
             line.update(self._count(level))
 
     def _count(self, level: Level) -> str:
-        done, at = len(level.end_to_end_s), self.concurrency.index(level.concurrency) + 1
-        return (
-            f"concurrency {level.concurrency} ({at} of {len(self.concurrency)}): {done}/{level.requests} requests, "
-            f"{level.tokens_per_second():.0f} tokens/s"
-        )
+        done, speed = len(level.end_to_end_s), level.tokens_per_second()
+        return f"{self._place(level)}: {done}/{level.requests} requests, {speed:.0f} tokens/s"
+
+    def _place(self, level: Level) -> str:
+        at = self.concurrency.index(level.concurrency) + 1
+        return f"concurrency {level.concurrency} ({at} of {len(self.concurrency)})"
 
     def _prompt(self, draw: random.Random) -> tuple[int, ...]:
         size = self.loading.plan.facts.vocab_size

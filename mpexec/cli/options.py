@@ -9,7 +9,8 @@ import click
 from click.core import ParameterSource
 
 from mpexec.cli.values import ClusterAddress, Number, StopString
-from mpexec.config import DEVICES, DTYPES, LEAST_SCALE, START_METHODS, is_temperature
+from mpexec.config import DEVICES, DTYPES, LEAST_SCALE, MAX_LOGPROBS, START_METHODS, is_temperature
+from mpexec.errors import ConfigError
 
 EXECUTORS = ("auto", "mp", "ray")
 
@@ -165,10 +166,23 @@ _SAMPLING = (
         multiple=True,
         help="End the text before this string; may be given several times. \\n is a line end.",
     ),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=click.IntRange(min=0, max=2**31 - 1),
+        multiple=True,
+        help="End the text at this token; may be given several times.",
+    ),
+    click.option(
+        "--logprobs",
+        type=click.IntRange(min=0, max=MAX_LOGPROBS),
+        help="Have --json report each token's log probability, and as many of the most likely tokens.",
+    ),
     click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text."),
 )
 _SAMPLING_NAMES = (
-    "max_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "ignore_eos",
+    "max_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "stop_token_ids",
+    "logprobs", "ignore_eos",
 )  # fmt: skip
 
 
@@ -207,11 +221,27 @@ def check_executor(context: click.Context) -> None:
         )
 
 
+def without_effect(context: click.Context) -> str | None:
+    """What to say of sampling options that were given and change nothing; None where there is no such."""
+    names = ("top_k", "top_p", "min_p", "seed")
+    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if context.params["temperature"] or not given:
+        return None
+    listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    return f"{listed} {'has' if len(given) == 1 else 'have'} no effect without --temperature above 0"
+
+
 def find_model(given: str | None) -> str | None:
-    """A folder as given, the folder of a bundled model by name, or None for the default one."""
+    """A folder as given, the folder of a bundled model by name, or None for the default one.
+
+    Raises:
+        ConfigError: A name of neither.
+    """
     if given is None or Path(given).exists():
         return given
     from mpexec.models import bundled_models
 
     by_name = {model.name: str(model.path) for model in bundled_models()}
+    if given not in by_name and "/" not in given:  # else it may be a hub's, or a longer path says enough
+        raise ConfigError(f"no model folder at {given}; bundled: {', '.join(by_name)} (`mpexec models`)")
     return by_name.get(given, given)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mpexec.agent.steps import Sampling
-from mpexec.config import LEAST_SCALE, is_temperature
+from mpexec.config import LEAST_SCALE, MAX_LOGPROBS, is_temperature
 from mpexec.errors import ConfigError
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the stream may hold back as many
 MAX_STOP_TOKENS = 128
-MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,10 +65,11 @@ def ranks_of(process: subprocess.Popen[bytes], count: int = 2) -> list[int]:
 
 
 def end_of(process: subprocess.Popen[bytes], since: float) -> tuple[int, str, float]:
-    """Wait for the end: exit code, stderr without what --verbose adds, seconds since a moment."""
+    """Wait for the end: exit code, stderr without what is said anyway or with --verbose, seconds since a moment."""
     _, stderr = process.communicate(timeout=60)
     took = time.monotonic() - since
-    lines = [line for line in stderr.decode().splitlines() if not re.match(r"mpexec\.\S+: |mpexec: rank \d is ", line)]
+    usual = re.compile(r"mpexec\.\S+: |mpexec: (rank \d is |loading \S+ on \d ranks|concurrency )")
+    lines = [line for line in stderr.decode().splitlines() if not usual.match(line)]
     return process.returncode, "\n".join(lines), took
 
 
@@ -81,10 +82,11 @@ def four_answers() -> list[dict[str, object]]:
     environment = {**os.environ, "PYTHONWARNINGS": "always"}
     done = run("generate", "--json", "--max-new-tokens", "24", "--ignore-eos", *FOUR, env=environment)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"mpexec: 96 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n", done.stderr)
+    assert re.fullmatch(TOLD, done.stderr)
     return answers(done.stdout)
 
 
+TOLD = r"mpexec: loading kjv-small on 2 ranks\nmpexec: 96 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n"
 FOUR = [PROMPT, "And", "The LORD is my shepherd; I shall not want", "Behold, ünïcödé 🙂"]
 
 
@@ -341,7 +343,7 @@ def test_an_engine_in_a_process_of_its_own_gives_the_same_answers(four_answers: 
     done = run("generate", "--engine-process", "--json", "--max-new-tokens", "24", "--ignore-eos", *FOUR)
     assert done.returncode == 0, done.stderr
     assert answers(done.stdout) == four_answers
-    assert re.fullmatch(r"mpexec: 96 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n", done.stderr)
+    assert re.fullmatch(TOLD, done.stderr)
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank"])

@@ -81,6 +81,7 @@ def test_a_terminal_gets_the_model_and_groups_of_percentiles(monkeypatch: pytest
     text = CliRunner().invoke(shown).output
     assert "kjv-small, TP 2, bfloat16 on cpu, 8 prompt tokens, 4 new tokens" in text
     assert "250 / 370 / 397" in text
+    assert "p99 of fewer than 100 requests is near the slowest of them" in text
 
 
 def test_nothing_between_tokens_where_there_is_one_token(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +183,15 @@ async def test_each_level_runs_so_many_requests_at_a_time(engine_of: Any, capsys
     assert engine.most == 3
     assert engine.begun == 3 + 5 + 5  # the first three warm up
     assert {len(prompt) for prompt in engine.prompts} == {8}
+
+
+async def test_a_pipe_is_told_of_each_level_as_it_begins(engine_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    engine_of(Counting())
+    await bench(concurrency=(1, 8)).run_async()
+    assert capsys.readouterr().err.splitlines() == [
+        "mpexec: concurrency 1 (1 of 2): 5 requests",
+        "mpexec: concurrency 8 (2 of 2): 8 requests",
+    ]
 
 
 async def test_the_same_seed_sends_the_same_prompts(engine_of: Any) -> None:

@@ -101,6 +101,8 @@ CASES: dict[str, list[Case]] = {
         (["--min-p", "0.05"], "min_p", 0.05),
         (["--repetition-penalty", "1.1"], "repetition_penalty", 1.1),
         (["--stop", ".", "--stop", "\\n"], "stop", (".", "\n")),
+        (["--stop-token-id", "7", "--stop-token-id", "0"], "stop_token_ids", (7, 0)),
+        (["--logprobs", "3", "--json"], "logprobs", 3),
         (["--ignore-eos"], "ignore_eos", True),
         (["--no-stream"], "stream", False),
         (["--stream"], "stream", True),
@@ -233,7 +235,28 @@ def test_every_command_has_help(word: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callable[..., Given]) -> None:
     given = take("generate", "In the beginning")
-    assert not {"top_k", "top_p", "min_p", "repetition_penalty", "stop"} & set(given)
+    assert not {"top_k", "top_p", "min_p", "repetition_penalty", "stop", "stop_token_ids", "logprobs"} & set(given)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--top-p 0.9", "mpexec: --top-p has no effect without --temperature above 0\n"),
+        ("--seed 0", "mpexec: --seed has no effect without --temperature above 0\n"),
+        (
+            "--seed 7 --top-k 5 --min-p 0",
+            "mpexec: --top-k, --min-p, --seed have no effect without --temperature above 0\n",
+        ),
+        ("--seed 7 --top-k 5 --top-p 1 --min-p 0 --temperature 0.5", ""),
+        ("--repetition-penalty 1.1 --stop x", ""),
+    ],
+)
+def test_options_of_drawing_without_a_temperature_are_said_to_have_no_effect(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpexec.cli.generate.run_interruptibly", lambda work: work.close())
+    assert app.run(["generate", *words.split(), "In the beginning"]) == 0
+    assert capsys.readouterr().err == told
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -258,6 +281,11 @@ BAD = [
     ("generate --max-length 4 In the beginning God created", "may have 4"),
     ("generate --max-length 2048 x", "kjv-small allows 2 to 1024 tokens"),
     ("generate --max-slots 0 x", "'--max-slots': 0"),
+    ("generate --stop-token-id . x", "'.'"),
+    ("generate --logprobs 21 --json x", "'--logprobs': 21"),
+    ("generate --logprobs 3 x", "--logprobs 3 needs --json"),
+    ("generate --model kjv x", "no model folder at kjv; bundled: kjv-small (`mpexec models`)"),
+    ("serve --model kjv", "bundled: kjv-small"),
     ("generate --stall-timeout -1 x", "'--stall-timeout': '-1'"),
     ("generate --top-p 0 x", "'--top-p': '0'"),
     ("generate --top-p 1.5 x", "at most 1"),
@@ -315,9 +343,8 @@ BAD = [
 
 
 BAD_ELSEWHERE = {
-    "generate --model": "e2e/test_cli.py::test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts",
     "generate --prompts": "e2e/test_cli.py::test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts",
-    **dict.fromkeys(["serve --model", "serve --host"], "e2e/test_serve.py::test_bad_input_is_one_line_and_exit_code_2"),
+    "serve --host": "e2e/test_serve.py::test_bad_input_is_one_line_and_exit_code_2",
     **dict.fromkeys(
         [
             *("run --nproc-per-node", "run --nnodes", "run --rdzv-backend", "run --rdzv-endpoint", "run --log-dir"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 import shutil
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from mpexec.cli.job import Job
+from mpexec.agent.steps import TokenLogprobs
+from mpexec.cli.job import Answer, Job
 from mpexec.cli.loading import loading_progress
 from mpexec.cli.progress import progress
 from mpexec.engine.engine import GenerationOutput
@@ -78,7 +80,8 @@ def job(**changes: Any) -> Job:
         "tp": 2, "sampling": {"max_new_tokens": 4}, "stream": True, "as_json": False, "executor": "mp",
         "ray_address": None, "start_method": "spawn", "verbose": False,
     }  # fmt: skip
-    return Job.prepare(PROMPTS, None, **{**options, **changes})
+    prompts = changes.pop("prompts", PROMPTS)
+    return Job.prepare(prompts, None, **{**options, **changes})
 
 
 def test_a_line_is_shown_at_a_terminal_and_is_gone_afterwards(at_screen: Callable[[], Screen]) -> None:
@@ -106,6 +109,41 @@ def test_nothing_is_shown_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
         line.update("more")
         assert not line.is_shown
     assert capsys.readouterr().err == ""
+
+
+def test_one_line_tells_a_pipe_what_is_loaded_where_somebody_waits_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with loading_progress("kjv-small", 1, is_told=True):
+        assert capsys.readouterr().err == "mpexec: loading kjv-small on 1 rank\n"
+    with loading_progress("kjv-small", 2):
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "prompts, told",
+    [
+        (["And"], "cut at the context limit of 8 tokens"),
+        (PROMPTS, "3 of 3 answers cut at the context limit of 8 tokens"),
+    ],
+)
+async def test_answers_that_the_context_has_cut_are_told(
+    prompts: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for most, lines in ((5, 2), (4, 1)):
+        made = job(prompts=prompts, sampling={"max_new_tokens": most}, max_length=8)
+        await made._serve(Answering(), Written(None))  # type: ignore[arg-type]
+        complaints = capsys.readouterr().err.splitlines()
+        assert len(complaints) == lines
+        assert (f"mpexec: {told}" in complaints) == (lines == 2)
+
+
+async def test_json_has_the_log_probabilities_where_there_are_some() -> None:
+    likely = TokenLogprobs(-0.5, ((7, -0.5), (9, -math.inf)))
+    answer = Answer("And", (1,), token_ids=[7], logprobs=[likely])
+    shown = json.loads(answer.as_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert shown["logprobs"] == [
+        {"chosen": -0.5, "top": [{"token_id": 7, "logprob": -0.5}, {"token_id": 9, "logprob": -9999.0}]}
+    ]
+    assert "logprobs" not in json.loads(Answer("And", (1,)).as_json())
 
 
 async def test_a_batch_into_a_file_counts_prompts_and_tokens_on_the_terminal(at_screen: Callable[[], Screen]) -> None:
