@@ -141,10 +141,8 @@ def print_table(setting: Setting, levels: Sequence[Level]) -> None:
         values = [" / ".join(_shown(value) for value in one.values()) for one in level.latencies().values()]
         table.add_row(*_leading(level), *values)
     if any(level.requests < _ENOUGH for level in levels):
-        table.caption, table.caption_justify = (
-            f"p99 of fewer than {_ENOUGH} requests is near the slowest of them",
-            "left",
-        )
+        table.caption = f"p99 of fewer than {_ENOUGH} requests is near the slowest of them"
+        table.caption_justify = "left"
     terminal.print(table)
 
 
