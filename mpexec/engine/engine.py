@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
+from mpexec.agent.checkpoint import CheckpointFacts, check_libraries, check_tensor_parallel, read_checkpoint
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.config import EngineConfig, WorkerSpec
@@ -87,8 +87,10 @@ class ModelPlan:
         """Read a folder, or that of the bundled model.
 
         Raises:
-            ConfigError: The folder cannot be used, `tp` does not divide its heads, or `config` asks for too much.
+            ConfigError: The folder cannot be used, `tp` does not divide its heads, `config` asks for too much, or what
+                loads a model is not installed.
         """
+        check_libraries(tp)  # before a download that may take minutes
         if path is None:
             from mpexec.models import default_model_path
 
