@@ -13,7 +13,13 @@ import torch
 
 from mpexec.agent.agreement import together
 from mpexec.agent.base import ModelAgent
-from mpexec.agent.checkpoint import CheckpointFacts, check_libraries, check_tensor_parallel, read_checkpoint, weight_files
+from mpexec.agent.checkpoint import (
+    CheckpointFacts,
+    check_libraries,
+    check_tensor_parallel,
+    read_checkpoint,
+    weight_files,
+)
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.kv_cache import PromptView, SlotCache, SlotView, TokenView
 from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights, shapes
@@ -81,8 +87,8 @@ class CausalLMAgent(ModelAgent):
         """Load this rank's weights, allocate the cache and run one short prompt through both.
 
         Raises:
-            ConfigError: The heads cannot be shared by `world_size` ranks, a library is missing, transformers has no plan
-                for this model, or the model does its attention in a way that the cache cannot follow.
+            ConfigError: The heads cannot be shared by `world_size` ranks, a library is missing, transformers has no
+                plan for this model, or the model does its attention in a way that the cache cannot follow.
         """
         check_libraries(self.world_size)
         check_tensor_parallel(self._facts, self.world_size)
