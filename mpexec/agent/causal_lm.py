@@ -52,9 +52,10 @@ class Progress:
 class CausalLMAgent(ModelAgent):
     """Runs the steps of an engine (`mpexec.agent.steps`) on a causal language model, tensor-parallel over all ranks.
 
-    Greedy results equal those of transformers' `generate` on the same weights. Every rank chooses, from the same logits
-    and the same random numbers, so all ranks agree on every token without telling each other. Log-probabilities are
-    in the output of rank 0 only.
+    Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral are tested on 1, 2 and 4 ranks; `build_model` refuses another
+    family that it cannot split or cache. Greedy results equal those of transformers' `generate` on the same weights.
+    Every rank chooses, from the same logits and the same random numbers, so all ranks agree on every token without
+    telling each other. Log-probabilities are in the output of rank 0 only.
     """
 
     def __init__(
