@@ -13,7 +13,13 @@ import torch
 
 from mpexec.agent.agreement import together
 from mpexec.agent.base import ModelAgent
-from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint, weight_files
+from mpexec.agent.checkpoint import (
+    CheckpointFacts,
+    check_libraries,
+    check_tensor_parallel,
+    read_checkpoint,
+    weight_files,
+)
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.kv_cache import PromptView, SlotCache, SlotView, TokenView
 from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights, shapes
@@ -46,9 +52,10 @@ class Progress:
 class CausalLMAgent(ModelAgent):
     """Runs the steps of an engine (`mpexec.agent.steps`) on a causal language model, tensor-parallel over all ranks.
 
-    Greedy results equal those of transformers' `generate` on the same weights. Every rank chooses, from the same logits
-    and the same random numbers, so all ranks agree on every token without telling each other. Log-probabilities are
-    in the output of rank 0 only.
+    Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral are tested on 1, 2 and 4 ranks; `build_model` refuses another
+    family that it cannot split or cache. Greedy results equal those of transformers' `generate` on the same weights.
+    Every rank chooses, from the same logits and the same random numbers, so all ranks agree on every token without
+    telling each other. Log-probabilities are in the output of rank 0 only.
     """
 
     def __init__(
@@ -81,9 +88,10 @@ class CausalLMAgent(ModelAgent):
         """Load this rank's weights, allocate the cache and run one short prompt through both.
 
         Raises:
-            ConfigError: The heads cannot be shared by `world_size` ranks, transformers is missing or has no plan for
-                this model, or the model does its attention in a way that the cache cannot follow.
+            ConfigError: The heads cannot be shared by `world_size` ranks, a library is missing, transformers has no
+                plan for this model, or the model does its attention in a way that the cache cannot follow.
         """
+        check_libraries(self.world_size)
         check_tensor_parallel(self._facts, self.world_size)
         self._source = ModelSource(self._facts.path, self.world_size, self.local_rank, self.device, self._dtype)
         self._model, self._vocabulary = load_model(self._source, self.report_progress)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
+from mpexec.agent.checkpoint import CheckpointFacts, check_libraries, check_tensor_parallel, read_checkpoint
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.config import EngineConfig, WorkerSpec
@@ -84,11 +84,13 @@ class ModelPlan:
 
     @classmethod
     def read(cls, path: str | Path | None, tp: int, config: EngineConfig) -> ModelPlan:
-        """Read a folder, or that of the bundled model.
+        """Read a folder, that of a name on the hub, or that of the bundled model.
 
         Raises:
-            ConfigError: The folder cannot be used, `tp` does not divide its heads, or `config` asks for too much.
+            ConfigError: The folder cannot be used, `tp` does not divide its heads, `config` asks for too much, or what
+                loads a model is not installed.
         """
+        check_libraries(tp)  # before a download that may take minutes
         if path is None:
             from mpexec.models import default_model_path
 
@@ -225,7 +227,8 @@ class Engine(TaskOwner):
         """Load a model over `tp` ranks; blocks until every rank is ready. `start` and `generate` come next.
 
         Args:
-            path: Local folder with a Hugging Face causal language model; None is the bundled one.
+            path: Local folder with a Hugging Face causal language model, or the name of one on the hub (see
+                `resolve_model`); None is the bundled one.
             tp: Number of ranks that share every layer.
             backend: "auto" runs a model on one rank inside this process, else each rank is a process; where a Ray
                 cluster is named (`address`, or `RAY_ADDRESS`) or this machine has too few GPUs, each is an actor of
