@@ -311,7 +311,7 @@ class CausalLMAgent(ModelAgent):
 
 
 def _resolve_length(facts: CheckpointFacts, wanted: int | None) -> int:
-    most = facts.max_length
+    most = facts.longest
     if wanted is None:
         return min(most, DEFAULT_MAX_LENGTH)
     if not 2 <= wanted <= most:

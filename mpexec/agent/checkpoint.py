@@ -46,8 +46,8 @@ class CheckpointFacts:
     nbytes: int
 
     @property
-    def max_length(self) -> int:
-        """Most tokens of prompt and answer together: no layer may have to forget any of them."""
+    def longest(self) -> int:
+        """Most tokens of prompt and answer together: the model's context, or its window if that is less."""
         return min(self.context_length, self.sliding_window or self.context_length)
 
 

@@ -67,7 +67,7 @@ class Loading:
         """
         plan = ModelPlan.read(model, tp, EngineConfig(max_length=max_length))
         if max_length is None:  # the cache is made for the requests, which are known
-            plan = replace(plan, max_length=plan.facts.max_length)
+            plan = replace(plan, max_length=plan.facts.longest)
         executor = choose_executor(plan, executor, device)
         return cls(plan=plan, executor=executor, device=device, max_length=max_length, **options)
 

@@ -41,12 +41,12 @@ def tell(line: str) -> None:
 
 def describe_failure(failure: BaseException) -> str:
     """What happened, for people: the root cause, with its notes and the traceback of the rank it comes from."""
-    if isinstance(failure, StartupError) and isinstance(failure.__cause__, ConfigError):
-        failure = failure.__cause__  # found by a rank, and not its fault
-    if isinstance(failure, StalledError | ConfigError):
+    if isinstance(failure, StalledError):
         return str(failure)
     if isinstance(failure, EngineStoppedError) and failure.__cause__ is not None:
         failure = failure.__cause__
+    if isinstance(failure, StartupError) and isinstance(failure.__cause__, ConfigError):
+        return f"StartupError: {failure}"  # it says what to do, and where in the code that was found tells nobody more
     lines: list[str] = []
     prefix = ""
     error: BaseException | None = failure

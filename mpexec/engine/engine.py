@@ -179,11 +179,10 @@ def _has_tokenizers() -> bool:
 
 
 def _max_length(facts: CheckpointFacts, config: EngineConfig) -> int:
-    most = facts.max_length
     if config.max_length is None:
-        return min(most, _DEFAULT_MAX_LENGTH)
-    if config.max_length > most:
-        raise ConfigError(f"max_length={config.max_length}: {facts.path.name} allows 2 to {most} tokens")
+        return min(facts.longest, _DEFAULT_MAX_LENGTH)
+    if config.max_length > facts.longest:
+        raise ConfigError(f"max_length={config.max_length}: {facts.path.name} allows 2 to {facts.longest} tokens")
     return config.max_length
 
 
