@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from mpexec.cli.child import run_python
 from mpexec.cli.report import complain
 from mpexec.cli.values import Number
 from mpexec.errors import ConfigError
@@ -223,7 +224,7 @@ def _ranks_here(nproc_per_node: str) -> int:
         raise ConfigError(f"--nproc-per-node is a number, cpu, gpu, xpu or auto, not {nproc_per_node!r}")
     # in a process of its own: torch takes seconds to import, and whoever asks a GPU holds memory of it
     code = f"import os, torch; print({_COUNTS[nproc_per_node]})"
-    counted = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    counted = run_python(code, stdout=subprocess.PIPE)
     if counted.returncode or not counted.stdout.strip().isdecimal():
         raise ConfigError(f"--nproc-per-node {nproc_per_node}: torch could not count the devices")
     if not (count := int(counted.stdout)):
