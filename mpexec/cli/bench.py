@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import click
 
 from mpexec.cli.interrupt import run_interruptibly
 from mpexec.cli.options import check_executor, executor_options, find_model, model_options
+from mpexec.engine.files import is_writable
 from mpexec.errors import ConfigError
 
 _MOST_STREAMS = 1024
@@ -111,6 +111,6 @@ def check_picture(file: str | None) -> Path | None:
         raise ConfigError(f"--plot {file}: give a file name that ends in .png")
     if find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is not installed, and --plot needs it: pip install 'mpexec[plot]'")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not is_writable(path):
         raise ConfigError(f"--plot {file} cannot be written: give a file in a folder that exists and is yours")
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 import click
@@ -167,7 +167,7 @@ def check_executor(context: click.Context) -> None:
 
 def find_model(given: str | None) -> str | None:
     """A folder as given, the folder of a bundled model by name, or None for the default one."""
-    if given is None or Path(given).exists():
+    if given is None or os.path.exists(given):
         return given
     from mpexec.models import bundled_models
 

@@ -23,7 +23,7 @@ def on_a_terminal(act: Callable[[], None]) -> tuple[int, bytes]:
     if pid == 0:
         try:
             os.environ["TERM"] = "xterm"
-            sys.stderr = open(2, "w", closefd=False)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
             with progress("loading"):
                 act()
         finally:

@@ -190,6 +190,7 @@ def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callab
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
+LONG = "a" * 300
 BAD = [
     ("generate --top-k -1 x", "'--top-k': -1"),
     ("generate --top-k many x", "'many'"),
@@ -214,6 +215,10 @@ BAD = [
     ("bench --model /no/such/folder", "/no/such/folder"),
     ("bench --plot speed.pdf", "ends in .png"),
     ("bench --plot /no/such/folder/speed.png", "cannot be written"),
+    (f"bench --plot {LONG}.png", "cannot be written"),
+    ("bench --plot /proc/speed.png", "cannot be written"),
+    (f"bench --model {LONG}", "File name too long"),
+    (f"generate --model {LONG} x", "File name too long"),
     ("bench an-argument", "an-argument"),
     ("doctor --fix", "--fix"),
     ("doctor now", "now"),
@@ -230,7 +235,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("words, told", BAD, ids=[words for words, _ in BAD])
+@pytest.mark.parametrize("words, told", BAD, ids=[words.replace(LONG, "a...") for words, _ in BAD])
 def test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts(
     words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
