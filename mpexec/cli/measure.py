@@ -60,7 +60,7 @@ class Bench:
                 f"--prompt-tokens {prompt_tokens} and --max-new-tokens {max_new_tokens} are more than the "
                 f"{loading.plan.max_length} tokens that {loading.plan.facts.path.name} allows together"
             )
-        name = loading.plan.facts.path.resolve().name
+        name = loading.plan.facts.path.resolve().name.encode(errors="replace").decode()  # a folder's may be no text
         setting = Setting(name, tp, loading.executor, prompt_tokens, max_new_tokens)
         return cls(
             loading=loading,

@@ -92,29 +92,86 @@ def test_nothing_between_tokens_where_there_is_one_token(capsys: pytest.CaptureF
 
 
 DRAW = """
-import sys
+import dataclasses, sys, warnings
 from pathlib import Path
 from test_bench_figures import SETTING, level
-from mpexec.cli.plot import draw
+from matplotlib.figure import Figure
+from mpexec.cli import plot
 from PIL import Image
 
+folder = Path(sys.argv[1])
 for number, levels in enumerate([[level(1), level(4), level(64)], [level(3)]]):
-    file = Path(sys.argv[1], f"{number}.png")
-    draw(SETTING, levels, file)
+    file = folder / f"{number}.png"
+    plot.draw(SETTING, levels, file)
     with Image.open(file) as picture:
         print(picture.format, picture.size)
+
+for name in ("w" * 250, "\u65e5\u672c" * 40, "a_$model$_^2"):
+    plot.draw(dataclasses.replace(SETTING, model=name), [level()], file)
+    figure = plot._figure(dataclasses.replace(SETTING, model=name), [level()])
+    with warnings.catch_warnings(action="ignore"):
+        title = figure._suptitle.get_window_extent(figure.canvas.get_renderer())
+    print("inside" if 0 < title.x0 < title.x1 < figure.bbox.width else title, figure._suptitle.get_parse_math())
+
+for streams in ([1, 4, 8], [2**n for n in range(11)], range(1, 17), [1000, 1024], [3]):
+    figure = plot._figure(SETTING, [level(number) for number in streams])
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    apart = all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+    print(apart, *(label.get_text() for label in axes.get_xticklabels()))
+
+def interrupted(figure, file, **options):
+    file.write(b"half")
+    raise KeyboardInterrupt
+
+Figure.savefig, before = interrupted, file.read_bytes()
+for drawn in (file, folder / "new.png"):
+    try:
+        plot.draw(SETTING, [level()], drawn)
+    except KeyboardInterrupt:
+        print(file.read_bytes() == before, sorted(file.name for file in folder.glob("*.*")))
 """
 
 
-@pytest.mark.slow
-def test_the_picture_of_many_levels_or_one_is_large_enough_to_read(tmp_path: Path) -> None:
-    """In a process of its own: matplotlib keeps its fonts open."""
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the script prints, in a process of its own: matplotlib keeps its fonts open."""
+    folder = tmp_path_factory.mktemp("pictures")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    environment["MPLCONFIGDIR"] = str(tmp_path)
+    environment["MPLCONFIGDIR"] = str(tmp_path_factory.mktemp("matplotlib"))
     done = subprocess.run(
-        [sys.executable, "-c", DRAW, str(tmp_path)], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-c", DRAW, str(folder)], capture_output=True, text=True, check=False, env=environment
     )
-    assert done.stdout.splitlines() == ["PNG (1650, 750)"] * 2, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "Glyph" not in done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_picture_of_many_levels_or_one_is_large_enough_to_read(drawn: list[str]) -> None:
+    assert drawn[:2] == ["PNG (1650, 750)"] * 2
+
+
+@pytest.mark.slow
+def test_a_name_of_any_length_and_script_is_inside_the_picture_and_no_formula(drawn: list[str]) -> None:
+    assert drawn[2:5] == ["inside False"] * 3
+
+
+@pytest.mark.slow
+def test_levels_that_lie_close_have_no_numbers_over_each_other(drawn: list[str]) -> None:
+    assert drawn[5:10] == [
+        "True 1 4 8",
+        "True 1 2 4 8 16 32 64 128 256 512 1024",
+        "True 1 2 3 5 7 9 12 16",
+        "True 1000 1024",
+        "True 3",
+    ]
+
+
+@pytest.mark.slow
+def test_drawing_that_is_interrupted_leaves_the_picture_of_before_or_none(drawn: list[str]) -> None:
+    assert drawn[10:] == ["True ['0.png', '1.png']"] * 2
 
 
 # -- a whole run, with an engine that answers at once ------------------------------------------------------------------
