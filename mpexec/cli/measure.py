@@ -124,7 +124,7 @@ class Bench:
     async def _run_level(
         self, engine: AnyEngine, level: Level, draw: random.Random, new_tokens: int, line: ProgressLine
     ) -> None:
-        prompts = iter([self._prompt(draw) for _ in range(level.requests)])
+        prompts = (self._prompt(draw) for _ in range(level.requests))
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         streams = [
             asyncio.create_task(self._stream(engine, level, prompts, params, line)) for _ in range(level.concurrency)
@@ -168,5 +168,5 @@ class Bench:
         )
 
     def _prompt(self, draw: random.Random) -> tuple[int, ...]:
-        size = self.loading.plan.facts.vocab_size
-        return tuple(draw.randrange(size) for _ in range(self.setting.prompt_tokens))
+        vocabulary = range(self.loading.plan.facts.vocab_size)
+        return tuple(draw.choices(vocabulary, k=self.setting.prompt_tokens))  # at once: streams wait meanwhile

@@ -251,6 +251,22 @@ async def test_the_same_seed_sends_the_same_prompts(engine_of: Any) -> None:
     assert sent[0] == sent[1] != sent[2]
 
 
+async def test_a_prompt_is_drawn_when_its_request_is_sent(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, drawn, ahead = Bench._prompt, [0], []
+
+    def counted(self: Bench, random: Any) -> tuple[int, ...]:
+        drawn[0] += 1
+        ahead.append(drawn[0] - engine.begun)
+        return draw(self, random)
+
+    monkeypatch.setattr(Bench, "_prompt", counted)
+    engine = Counting()
+    engine_of(engine)
+    await bench(requests=50).run_async()
+    assert engine.begun == drawn[0] == 3 + 50 + 50
+    assert set(ahead) == {1}
+
+
 async def test_the_engine_has_room_for_the_largest_level_and_no_more(engine_of: Any) -> None:
     configs = engine_of(Counting())
     await bench(concurrency=(2, 6)).run_async()
