@@ -10,6 +10,7 @@ import click
 
 from mpexec.cli.interrupt import run_interruptibly
 from mpexec.cli.options import check_executor, executor_options, find_model, model_options
+from mpexec.cli.values import whole_number
 from mpexec.engine.files import is_writable
 from mpexec.errors import ConfigError
 
@@ -23,10 +24,10 @@ class Counts(click.ParamType[tuple[int, ...]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """The numbers, each once, ascending; or a usage error that names the value."""
-        words = [word.strip() for word in str(value).split(",")]
-        if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= _MOST_STREAMS for word in words):
+        numbers = {whole_number(word.strip(), most=_MOST_STREAMS) or 0 for word in str(value).split(",")}
+        if 0 in numbers:
             self.fail(f"{value!r} is no list of numbers from 1 to {_MOST_STREAMS}; for example 1,4,16.", param, ctx)
-        return tuple(sorted({int(word) for word in words}))
+        return tuple(sorted(numbers))
 
 
 @click.command(

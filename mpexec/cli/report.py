@@ -35,6 +35,11 @@ def tell(line: str) -> None:
         return  # nobody is left to tell; the exit code still does
 
 
+def printable(text: str) -> str:
+    """What somebody else has named, on one line, with nothing in it that a terminal would obey."""
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
+
+
 def describe_failure(failure: BaseException) -> str:
     """What happened, for people: the root cause, with its notes and the traceback of the rank it comes from."""
     if isinstance(failure, EngineStoppedError) and failure.__cause__ is not None:

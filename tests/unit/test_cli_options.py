@@ -191,6 +191,7 @@ def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callab
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 LONG = "a" * 300
+DIGITS = "9" * 5000  # more than Python makes a number of
 BAD = [
     ("generate --top-k -1 x", "'--top-k': -1"),
     ("generate --top-k many x", "'many'"),
@@ -224,8 +225,16 @@ BAD = [
     ("doctor now", "now"),
     ("ps 12", "12"),
     ("stack", "PID"),
-    ("stack 0", "0 is not in the range"),
-    ("stack init", "'init'"),
+    ("stack 0", "'0' is no process id"),
+    ("stack init", "'init' is no process id"),
+    (f"stack {DIGITS}", "is no process id"),
+    (f"bench --concurrency {DIGITS}", "is no list of numbers"),
+    (f"generate --executor ray --ray-address host:{DIGITS} x", "is not HOST:PORT"),
+    (f"run --no-python --nproc-per-node {DIGITS} true", "--nproc-per-node is a number from 1 to"),
+    (f"run --no-python --nnodes {DIGITS} true", "--nnodes is a number"),
+    (f"run --no-python --rdzv-endpoint host:{DIGITS} true", "--rdzv-endpoint is HOST:PORT"),
+    (f"run --no-python --tee {DIGITS}:1 true", "--tee is 0, 1, 2 or 3"),
+    (f"run --no-python --local-ranks-filter {DIGITS} true", "--local-ranks-filter is RANK"),
     ("stack 1", "MPEXEC_INSPECT=1"),
     ("completion", "bash|zsh|fish"),
     ("completion tcsh", "'tcsh'"),
@@ -235,7 +244,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("words, told", BAD, ids=[words.replace(LONG, "a...") for words, _ in BAD])
+@pytest.mark.parametrize(
+    "words, told", BAD, ids=[words.replace(LONG, "a...").replace(DIGITS, "9...") for words, _ in BAD]
+)
 def test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts(
     words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -251,6 +262,11 @@ def test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts(
     (line,) = complaint.splitlines()
     assert line.startswith("mpexec: ")
     assert told in line
+
+
+def test_the_signals_that_are_handled_are_named_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["run", "--help"]) == 0
+    assert "Default: SIGTERM, SIGINT, SIGHUP, SIGQUIT." in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
