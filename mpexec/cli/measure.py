@@ -13,7 +13,7 @@ from typing import Any
 from mpexec.cli.figures import Level, Setting, print_json, print_table
 from mpexec.cli.loading import STOP_TIMEOUT_S, AnyEngine, Loading
 from mpexec.cli.progress import ProgressLine, progress
-from mpexec.cli.report import complain
+from mpexec.cli.report import complain, printable
 from mpexec.config import EngineConfig
 from mpexec.engine.engine import SamplingParams
 from mpexec.errors import ConfigError
@@ -60,7 +60,7 @@ class Bench:
                 f"--prompt-tokens {prompt_tokens} and --max-new-tokens {max_new_tokens} are more than the "
                 f"{loading.plan.max_length} tokens that {loading.plan.facts.path.name} allows together"
             )
-        name = loading.plan.facts.path.resolve().name.encode(errors="replace").decode()  # a folder's may be no text
+        name = printable(loading.plan.facts.path.resolve().name)
         setting = Setting(name, tp, loading.executor, prompt_tokens, max_new_tokens)
         return cls(
             loading=loading,
@@ -163,7 +163,7 @@ class Bench:
     def _count(self, level: Level) -> str:
         done, at = len(level.end_to_end_s), self.concurrency.index(level.concurrency) + 1
         return (
-            f"concurrency {level.concurrency} ({at} of {len(self.concurrency)}): {done}/{level.requests} requests, "
+            f"streams: {level.concurrency} ({at} of {len(self.concurrency)}): {done}/{level.requests} requests, "
             f"{level.tokens_per_second():.0f} tokens/s"
         )
 

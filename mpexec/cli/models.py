@@ -33,11 +33,12 @@ def _plain(model: BundledModel) -> dict[str, object]:
 
 def _print_table(models: tuple[BundledModel, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
+    from rich.text import Text
 
-    table = Table("name", "parameters", "size", "description", "path", box=None, pad_edge=False)
+    table = Table("name", "parameters", "size", "description", Column("path", overflow="fold"), box=None, pad_edge=False)
     for model in models:
         millions, megabytes = f"{model.parameters / 1e6:.1f} M", f"{model.bytes / 1e6:.1f} MB"
-        table.add_row(model.name, millions, megabytes, model.description, str(model.path))
+        table.add_row(model.name, millions, megabytes, model.description, Text(str(model.path)))
     terminal = Console(highlight=False)
     terminal.print(table) if terminal.is_terminal else Console(highlight=False, width=10_000).print(table)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,39 +58,55 @@ def test_json_has_one_object_for_a_level(capsys: pytest.CaptureFixture[str]) -> 
     assert figures["complete"] is True
 
 
-def test_a_piped_table_has_one_word_in_each_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_piped_table_has_one_word_in_each_column_and_a_row_for_each_percentile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_table(SETTING, [level(1), level(2, answered=3)])
-    header, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert len(header) == len(first) == len(second) == 12
-    row = dict(zip(header, second, strict=True))
-    assert row["concurrency"] == "2"
-    assert row["requests"] == "3/4"
-    assert row["tokens/s"] == "8.0"
-    assert row["first-token-p50-ms"] == "250"
-    assert row["between-tokens-p99-ms"] == "10.0"
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert max(map(len, [header, *rows])) < 100
+    table = [dict(zip(header.split(), row.split(), strict=True)) for row in rows]
+    assert [(row["streams"], row["percentile"]) for row in table] == [
+        (streams, percentile) for streams in ("1", "2") for percentile in ("p50", "p90", "p99")
+    ]
+    assert (table[3]["requests"], table[3]["tokens/s"]) == ("3/4", "8.0")
+    assert table[3]["first-token-ms"] == "250"
+    assert table[5]["between-tokens-ms"] == "10.0"
 
 
-def test_a_terminal_gets_the_model_and_groups_of_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_80_columns_gets_the_model_as_it_is_named_and_no_row_in_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it as being at a terminal
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     import click
 
+    slow = level(1024)
+    slow.tokens, slow.end_to_end_s = 1_000_000, [12345.6] * 4
+
     @click.command
     def shown() -> None:
-        print_table(SETTING, [level()])
+        print_table(replace(SETTING, model="my[red]model"), [level(), slow])
 
-    text = CliRunner().invoke(shown).output
-    assert "kjv-small, TP 2, 8 prompt tokens, 4 new tokens" in text
-    assert "250 / 370 / 397" in text
+    text = re.sub(r"\x1b\[[0-9;]*m", "", CliRunner().invoke(shown).output)
+    title, _, _, *rows = text.splitlines()
+    assert title.rstrip() == "my[red]model, TP 2, 8 prompt tokens, 4 new tokens"
+    assert [row.split() for row in rows] == [
+        ["2", "4", "8.0", "p50", "250", "10.0", "1000"],
+        ["p90", "370", "10.0", "1000"],
+        ["p99", "397", "10.0", "1000"],
+        ["1024", "4", "500000.0", "p50", "250", "10.0", "12345600"],
+        ["p90", "370", "10.0", "12345600"],
+        ["p99", "397", "10.0", "12345600"],
+    ]
 
 
 def test_nothing_between_tokens_where_there_is_one_token(capsys: pytest.CaptureFixture[str]) -> None:
     alone = level()
     alone.inter_token_s = []
     print_table(SETTING, [alone])
-    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert dict(zip(header, row, strict=True))["between-tokens-p50-ms"] == "-"
+    header, row, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert dict(zip(header, row, strict=True))["between-tokens-ms"] == "-"
 
 
 DRAW = """
@@ -292,7 +310,7 @@ async def test_a_run_that_is_cancelled_prints_what_was_measured_until_then(
         assert 0 < second["requests"] < 5
         assert 4 * second["requests"] <= second["tokens"] < 20
     else:
-        _, first_row, second_row = (line.split() for line in lines)
-        assert first_row[1] == "5"
-        assert second_row[1].endswith("/5")
+        rows = [line.split() for line in lines[1:]]
+        assert [row[1] == "5" for row in rows] == [True] * 3 + [False] * 3
+        assert all(row[1].endswith("/5") for row in rows[3:])
     assert engine.running == 0
