@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-import click
+from mpexec.cli.report import print_json_line
 
 PERCENTS = (50, 90, 99)
 
@@ -107,7 +106,7 @@ def print_json(setting: Setting, level: Level) -> None:
         "tokens_per_second": round(level.tokens_per_second(), 1),
         **latencies,
     }
-    click.echo(json.dumps(figures, ensure_ascii=False))
+    print_json_line(figures)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from mpexec.cli.drivers import Driver, find_drivers
-from mpexec.cli.report import complain, printable
+from mpexec.cli.report import complain, print_json_line, printable
 
 
 @click.command(
@@ -42,7 +41,7 @@ def command(as_json: bool) -> None:
 def _print_json(driver: Driver) -> None:
     for executor in driver.executors or [{"error": driver.answer.get("error", "it has no executor any more")}]:
         facts = {"pid": driver.pid, "command": driver.command, **executor}
-        click.echo(json.dumps(facts, ensure_ascii=False))
+        print_json_line(facts)
 
 
 def _print(driver: Driver) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from mpexec.cli.drivers import Driver, find_drivers
-from mpexec.cli.report import ToldError, complain, printable
+from mpexec.cli.report import ToldError, complain, print_json_line, printable
 from mpexec.cli.values import ProcessId
 from mpexec.errors import ConfigError
 
@@ -37,7 +36,7 @@ def command(pid: int, as_json: bool) -> None:
         complain(f"driver {driver.pid} {driver.answer.get('error', 'has ended')}")
         raise ToldError(1)
     if as_json:
-        click.echo(json.dumps(driver.answer, ensure_ascii=False))
+        print_json_line(driver.answer)
     else:
         _print(driver)
 

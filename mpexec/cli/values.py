@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-
 _LARGEST_PID = 1 << 22  # that Linux can be made to use
 
 

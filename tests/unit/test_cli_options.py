@@ -6,8 +6,11 @@ No rank starts: what a command would run is replaced, and it is looked at what i
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 import re
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from mpexec.cli import app
 from mpexec.cli.loading import Loading
 from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
-from mpexec.models import default_model_path
+from mpexec.models import BundledModel, default_model_path
 
 Given = dict[str, Any]
 Case = tuple[list[str], str, Any]  # options, the value's name, the value
@@ -275,6 +278,28 @@ def test_a_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr("mpexec.cli.bench.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'mpexec\[plot\]'"):
         check_picture("speed.png")
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_characters_that_stdout_lacks_are_question_marks_and_json_has_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = BundledModel("kjv", Path("/模/[bold]x"), "…", 1, 1)
+    monkeypatch.setattr("mpexec.cli.models.bundled_models", lambda: (model,))
+    assert b"\xe2" not in written_to_latin_1(monkeypatch, "run", "--help")
+    assert b"/?/[bold]x" in written_to_latin_1(monkeypatch, "models")
+    assert json.loads(written_to_latin_1(monkeypatch, "models", "--json"))["path"] == str(model.path)
+
+
+def written_to_latin_1(monkeypatch: pytest.MonkeyPatch, *words: str) -> bytes:
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+        assert app.run(list(words)) == 0
+        sys.stdout.flush()
+        return written.getvalue()
 
 
 # -- completion --------------------------------------------------------------------------------------------------------
