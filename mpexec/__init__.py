@@ -1,4 +1,4 @@
-"""mpexec: one PyTorch model, split over several processes, driven from one Python program, and no way for it to hang.
+"""mpexec: one PyTorch model, split over several processes, driven from one Python program that hears of every failure.
 
 Every name here is loaded on first use: `import mpexec` takes a few milliseconds, and torch stays out of the driver.
 """

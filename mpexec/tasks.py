@@ -107,6 +107,7 @@ class TaskSet:
         self._owner = owner
         self._tasks: set[AnyTask] = set()
         self._failure: BaseException | None = None
+        self._asked = False
         self._cancelling = False
         self._wakers: list[asyncio.Future[None]] = []
 
@@ -117,6 +118,11 @@ class TaskSet:
     def over(self) -> bool:
         """True once `cancel` was called and all tasks are gone: the module may be started anew."""
         return self._cancelling and not self._tasks
+
+    @property
+    def ending(self) -> bool:
+        """True from the first request to end on, until the set is over."""
+        return self._asked and not self.over
 
     @property
     def failure(self) -> BaseException | None:
@@ -175,9 +181,14 @@ class TaskSet:
         if self._failure is not None:
             raise self._failure
 
+    def post_cancel_in(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the tasks' loop call `post_cancel`; from any thread."""
+        self._asked = True
+        loop.call_soon_threadsafe(self.post_cancel)
+
     def post_cancel(self) -> None:
         """Ask every task to end and return at once. `wait` then returns normally, unless a task had failed before."""
-        self._cancelling = True
+        self._asked = self._cancelling = True
         for task in self._tasks:
             task.cancel()
         for waker in self._wakers:
@@ -227,8 +238,14 @@ class TaskOwner:
             raise
 
     async def start_async(self) -> None:
-        """As `start`."""
+        """As `start`; a stop that was requested before, and is not over, ends first."""
+        await self._settle()
         self.start()
+
+    async def _settle(self) -> None:
+        """Wait until a stop that was requested on this loop is over."""
+        if self._tasks is not None and self._tasks.ending and self._loop is asyncio.get_running_loop():
+            await self.stop_async()
 
     async def wait_tasks(self) -> None:
         """Wait until a background task fails, end the others, and raise its error; return only after `stop`.
@@ -244,7 +261,7 @@ class TaskOwner:
         loop, tasks = self._loop, self._tasks
         if tasks is None or loop is None or loop.is_closed():
             return
-        loop.call_soon_threadsafe(tasks.post_cancel)
+        tasks.post_cancel_in(loop)
 
     def _stop_within(self, seconds: float) -> None:
         """Request the stop, on the loop's own thread or where the loop has ended; elsewhere block until it is done.

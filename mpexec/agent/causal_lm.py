@@ -13,7 +13,13 @@ import torch
 
 from mpexec.agent.agreement import together
 from mpexec.agent.base import ModelAgent
-from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint, weight_files
+from mpexec.agent.checkpoint import (
+    CheckpointFacts,
+    check_libraries,
+    check_tensor_parallel,
+    read_checkpoint,
+    weight_files,
+)
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.kv_cache import PromptView, SlotCache, SlotView, TokenView
 from mpexec.agent.loading import ModelSource, build_model, load_model, open_weights, shapes
@@ -46,9 +52,10 @@ class Progress:
 class CausalLMAgent(ModelAgent):
     """Runs the steps of an engine (`mpexec.agent.steps`) on a causal language model, tensor-parallel over all ranks.
 
-    Greedy results equal those of transformers' `generate` on the same weights. Every rank chooses, from the same logits
-    and the same random numbers, so all ranks agree on every token without telling each other. Log-probabilities are
-    in the output of rank 0 only.
+    Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and Mixtral are tested on 1, 2 and 4 ranks; `build_model` refuses another
+    family that it cannot split or cache. Greedy results equal those of transformers' `generate` on the same weights.
+    Every rank chooses, from the same logits and the same random numbers, so all ranks agree on every token without
+    telling each other. Log-probabilities are in the output of rank 0 only.
     """
 
     def __init__(
@@ -81,9 +88,10 @@ class CausalLMAgent(ModelAgent):
         """Load this rank's weights, allocate the cache and run one short prompt through both.
 
         Raises:
-            ConfigError: The heads cannot be shared by `world_size` ranks, transformers is missing or has no plan for
-                this model, or the model does its attention in a way that the cache cannot follow.
+            ConfigError: The heads cannot be shared by `world_size` ranks, a library is missing, transformers has no
+                plan for this model, or the model does its attention in a way that the cache cannot follow.
         """
+        check_libraries(self.world_size)
         check_tensor_parallel(self._facts, self.world_size)
         self._source = ModelSource(self._facts.path, self.world_size, self.local_rank, self.device, self._dtype)
         self._model, self._vocabulary = load_model(self._source, self.report_progress)
@@ -109,8 +117,7 @@ class CausalLMAgent(ModelAgent):
                 in the vocabulary. Nothing has been changed then.
         """
         self._check(inputs)
-        for slot in inputs.free:
-            self._sequences.pop(slot, None)
+        self._free(inputs.free)
         output = StepOutput(inputs.step_id, {})
         # Prompts completed below are not among those decoded: `_check` has seen to it.
         for prompts in _group(inputs.prefill):
@@ -121,7 +128,13 @@ class CausalLMAgent(ModelAgent):
 
     def reset(self) -> None:
         """Free every slot."""
-        self._sequences.clear()
+        self._free(tuple(self._sequences))
+
+    def _free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            sequence = self._sequences.pop(slot, None)
+            if sequence is not None:
+                self._cache.clear(slot, len(sequence.tokens))
 
     def sleep(self, level: int = 1) -> None:
         """Free every slot and the cache; on CUDA the weights move to memory of the host. `wakeup` must come next.
@@ -195,10 +208,13 @@ class CausalLMAgent(ModelAgent):
 
     def _check(self, inputs: StepInput) -> None:
         """Raise ValueError for what `forward` refuses, before anything has been changed."""
-        held = {slot: one for slot, one in self._sequences.items() if slot not in inputs.free}
+        freed = set(inputs.free)
+        held = {slot: one for slot, one in self._sequences.items() if slot not in freed}
+        decoded: set[int] = set()
         for slot in inputs.decode:
-            if slot not in held or not held[slot].complete or inputs.decode.count(slot) > 1:
+            if slot not in held or not held[slot].complete or slot in decoded:
                 raise ValueError(f"slot {slot} cannot be decoded: it holds no whole prompt, or is named twice")
+            decoded.add(slot)
             if len(held[slot].tokens) > self._max_length:
                 raise ValueError(f"slot {slot} is full: it holds {self._max_length} tokens")
         begun: set[int] = set()
@@ -285,8 +301,8 @@ class CausalLMAgent(ModelAgent):
         # Two tokens, as the vector of a padding token is zero, and so may be its keys and values.
         self._prefill([Prefill(0, (0, 1))], output := StepOutput(0, {}))
         self._decode((0,), output)
-        self.reset()
         missing = int((self._cache.values[:, 0].abs().amax(dim=(1, 2, 3)) == 0).sum())
+        self.reset()
         if missing:
             raise ConfigError(
                 f"{missing} of {self._facts.layers} layers of this {self._facts.model_type} model do not use "

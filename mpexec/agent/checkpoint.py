@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,18 @@ def _indexed(index: Path) -> list[Path]:
     if missing:
         raise ConfigError(f"{missing[0]} is missing ({len(missing)} of {len(files)} files are); copy the model again")
     return files
+
+
+def check_libraries(tp: int) -> None:
+    """Check, without importing any, that the libraries are there that load a model over `tp` ranks.
+
+    Raises:
+        ConfigError: One is missing; the message has the command that installs it.
+    """
+    needed = ("transformers", "safetensors", *(("accelerate",) if tp > 1 else ()))
+    missing = [name for name in needed if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"a language model needs {', '.join(missing)}: pip install 'mpexec[hf]'")
 
 
 def check_tensor_parallel(facts: CheckpointFacts, tp: int) -> None:

@@ -36,10 +36,19 @@ def resolve_model(name: str | Path) -> Path:
             f"no model folder at {name}; models of the hub need huggingface_hub: pip install 'mpexec[hf]'"
         ) from None
     try:
-        return _cached(hub, str(name)) or _fetch(hub, str(name), local_files_only=False)
+        cached = _cached(hub, str(name))
+        if cached is not None:
+            return cached
+        folder = _fetch(hub, str(name), local_files_only=False)
     except Exception as error:  # of the name, the network, the hub or the disk, from several libraries
         reason = _reason(hub, str(name), error)
         raise ConfigError(f"no model folder at {name}, and the hub's {name} cannot be had: {reason}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"the hub's {name} has no *.safetensors, and other weights are not downloaded; convert it "
+            "(save_pretrained of transformers does), and give its folder"
+        )
+    return folder
 
 
 def _cached(hub: Any, name: str) -> Path | None:

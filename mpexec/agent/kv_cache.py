@@ -38,6 +38,14 @@ class SlotCache:
         """Size in bytes; on a CPU the kernel provides pages only as they are written."""
         return self.keys.nbytes + self.values.nbytes
 
+    def clear(self, slot: int, length: int) -> None:
+        """Forget the first `length` tokens of a slot.
+
+        What lies beyond a sequence is masked only: with a weight of zero, a value that is not finite still makes the
+        whole sum not a number. Masked keys have no such effect.
+        """
+        self.values[:, slot, :, :length] = 0
+
 
 class SlotView(Protocol):
     """The slots of one forward pass."""

@@ -219,6 +219,8 @@ def import_transformers() -> Any:
     Raises:
         ConfigError: transformers is not installed.
     """
+    if sys.modules.get("transformers.modeling_utils") is not None:  # steps ask, and a temporary folder may be large
+        return sys.modules["transformers"]
     key = "TORCHINDUCTOR_CACHE_DIR"
     wanted = os.environ.get(key)
     temporary = Path(tempfile.gettempdir())

@@ -62,22 +62,10 @@ class Loading:
             logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         with self._quiet_stdout():
             engine = await self._load_async(config)
-            try:
+            async with ending(engine, patience=_FAILED_PATIENCE_S, untold=(ReaderGoneError, OSError)):
                 await engine.start_async()
                 self._tell_pids(engine)
                 yield engine
-            except (ReaderGoneError, OSError):
-                raise
-            except Exception as failure:
-                # Told before the clean-up, and the clean-up is bounded: a rank that hangs must not delay either.
-                end_process_in(_FAILED_PATIENCE_S, 1)
-                complain(describe_failure(failure))
-                raise ToldError(1) from failure
-            finally:
-                try:
-                    await engine.stop_async()
-                finally:
-                    await engine.release_async()
 
     async def _load_async(self, config: EngineConfig) -> AnyEngine:
         path, tp = self.plan.facts.path, self.plan.tp
@@ -107,6 +95,34 @@ class Loading:
             nodes = engine.rank_nodes
             for rank, pid in enumerate(engine.rank_pids):
                 complain(f"rank {rank} is process {pid}" + (f" on node {nodes[rank]}" if nodes else ""))
+
+
+@asynccontextmanager
+async def ending(engine: AnyEngine, *, patience: float, untold: tuple[type[Exception], ...]) -> AsyncIterator[None]:
+    """Stop and release a loaded engine after the block, which starts it; a failure of the block is told before.
+
+    Args:
+        engine: Its ranks have been released when this returns or raises.
+        patience: Seconds that this may take after a failure; then the process ends, with exit code 1.
+        untold: Exceptions that pass as they are: they do not come from the engine, and somebody else tells of them.
+
+    Raises:
+        ToldError: The block raised another exception; the message has been printed.
+    """
+    try:
+        yield
+    except untold:
+        raise
+    except Exception as failure:
+        # Told before the clean-up, and the clean-up is bounded: a rank that hangs must not delay either.
+        end_process_in(patience, 1)
+        complain(describe_failure(failure))
+        raise ToldError(1) from failure
+    finally:
+        try:
+            await engine.stop_async()
+        finally:
+            await engine.release_async()
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mpexec.cli.interrupt import end_process_in, run_interruptibly, stop_on_signals
+from mpexec.cli.interrupt import run_interruptibly, stop_on_signals
 from mpexec.cli.options import find_model, model_options
-from mpexec.cli.report import ToldError, complain, describe_failure, tell
+from mpexec.cli.report import tell
 from mpexec.cli.values import Number
 from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
@@ -136,7 +136,7 @@ async def _serve_async(
         StartupError: A rank did not become ready.
         ToldError: A rank or the engine failed later; the message has been printed.
     """
-    from mpexec.cli.loading import loading_progress
+    from mpexec.cli.loading import ending, loading_progress
     from mpexec.engine.engine import ModelPlan
     from mpexec.http.served import ServedModel, make_engine
     from mpexec.http.server import HTTPServer, url_of
@@ -148,8 +148,8 @@ async def _serve_async(
     served = ServedModel.read(plan, served_model_name)
     with loading_progress(served.name, tp):
         engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
-    server = HTTPServer(engine, served, stall_timeout=stall_timeout, access_log=verbose)
-    try:
+    async with ending(engine, patience=_FAILED_PATIENCE_S, untold=(ConfigError,)):
+        server = HTTPServer(engine, served, stall_timeout=stall_timeout, access_log=verbose)
         with stop_on_signals() as stop:
             await server.run_async(
                 sock,
@@ -157,15 +157,3 @@ async def _serve_async(
                 drain_timeout=drain_timeout,
                 on_ready=lambda: tell(f"serving {served.name} on {url_of(sock)}"),
             )
-    except ConfigError:
-        raise
-    except Exception as failure:
-        # Told before the clean-up, and the clean-up is bounded: a rank that hangs must not delay the exit.
-        end_process_in(_FAILED_PATIENCE_S, 1)
-        complain(describe_failure(failure))
-        raise ToldError(1) from failure
-    finally:
-        try:
-            await engine.stop_async()
-        finally:
-            await engine.release_async()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
+from mpexec.agent.checkpoint import CheckpointFacts, check_libraries, check_tensor_parallel, read_checkpoint
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.steps import TokenLogprobs
 from mpexec.config import EngineConfig, WorkerSpec
@@ -18,7 +18,7 @@ from mpexec.engine.metrics import Metrics
 from mpexec.engine.operations import Operations, Weights
 from mpexec.engine.profiling import check_file, profiling, write_trace
 from mpexec.engine.request import FinishReason, Generation, RequestManager, RequestType
-from mpexec.engine.sampling_params import SamplingParams
+from mpexec.engine.sampling_params import SamplingParams, items_of
 from mpexec.engine.scheduler import DEPTH, Scheduler, check_prompt
 from mpexec.engine.tokenizer import TextStream, Tokenizer
 from mpexec.errors import ConfigError
@@ -84,11 +84,13 @@ class ModelPlan:
 
     @classmethod
     def read(cls, path: str | Path | None, tp: int, config: EngineConfig) -> ModelPlan:
-        """Read a folder, or that of the bundled model.
+        """Read a folder, that of a name on the hub, or that of the bundled model.
 
         Raises:
-            ConfigError: The folder cannot be used, `tp` does not divide its heads, or `config` asks for too much.
+            ConfigError: The folder cannot be used, `tp` does not divide its heads, `config` asks for too much, or what
+                loads a model is not installed.
         """
+        check_libraries(tp)  # before a download that may take minutes
         if path is None:
             from mpexec.models import default_model_path
 
@@ -118,7 +120,10 @@ class ModelPlan:
                 raise ConfigError("the prompt is empty: give at least one character")
             token_ids = (self.tokenizer or Tokenizer.load(self.facts.path)).encode(prompt)
         else:
-            token_ids = tuple(prompt)
+            items = items_of(prompt)
+            if items is None:
+                raise ConfigError(f"a {type(prompt).__name__} is no prompt: give a text, or a list of token ids")
+            token_ids = items
         check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
         return token_ids
 
@@ -222,7 +227,8 @@ class Engine(TaskOwner):
         """Load a model over `tp` ranks; blocks until every rank is ready. `start` and `generate` come next.
 
         Args:
-            path: Local folder with a Hugging Face causal language model; None is the bundled one.
+            path: Local folder with a Hugging Face causal language model, or the name of one on the hub (see
+                `resolve_model`); None is the bundled one.
             tp: Number of ranks that share every layer.
             backend: "auto" runs a model on one rank inside this process, else each rank is a process; where a Ray
                 cluster is named (`address`, or `RAY_ADDRESS`) or this machine has too few GPUs, each is an actor of
@@ -471,6 +477,7 @@ class Engine(TaskOwner):
 
         A profile that was going on when the engine was stopped is dropped.
         """
+        await self._settle()
         is_new = not self.running
         if is_new:
             self._operations.check_ranks()

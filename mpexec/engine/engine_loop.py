@@ -96,15 +96,20 @@ class EngineLoop(TaskOwner):
         self.at_rest = asyncio.Event()
         self._pace = Pace.FULL
         self._tokens_at: deque[tuple[float, int]] = deque()
+        self._recent_tokens = 0
         self._end: asyncio.Task[BaseException | None] | None = None
 
     def tokens_per_second(self) -> float:
         """New tokens per second over the last ten seconds, or over the time since the first of them."""
         now = time.monotonic()
-        recent = [(at, tokens) for at, tokens in self._tokens_at if now - at <= _RATE_WINDOW_S]
-        if not recent:
+        self._forget_tokens(now)
+        if not self._tokens_at:
             return 0.0
-        return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1e-3)
+        return self._recent_tokens / max(now - self._tokens_at[0][0], 1e-3)
+
+    def _forget_tokens(self, now: float) -> None:
+        while self._tokens_at and now - self._tokens_at[0][0] > _RATE_WINDOW_S:
+            self._recent_tokens -= self._tokens_at.popleft()[1]
 
     def _open(self, tasks: TaskSet) -> None:
         self._requests.open()
@@ -159,6 +164,7 @@ class EngineLoop(TaskOwner):
 
     async def start_async(self) -> None:
         """Start the executor and the tasks. Callers may send requests when this returns."""
+        await self._settle()
         if not self.running:
             await self._executor.start_async()
         self.start()
@@ -256,9 +262,10 @@ class EngineLoop(TaskOwner):
             progress = await self._outbox.get()
             for one in progress:
                 self._hand_out(one)
-            self._tokens_at.append((time.monotonic(), len(progress)))
-            while self._tokens_at[-1][0] - self._tokens_at[0][0] > _RATE_WINDOW_S:
-                self._tokens_at.popleft()
+            now = time.monotonic()
+            self._tokens_at.append((now, len(progress)))
+            self._recent_tokens += len(progress)
+            self._forget_tokens(now)
 
     def _hand_out(self, one: Progress) -> None:
         self.counters.generated_tokens += 1

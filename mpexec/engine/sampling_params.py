@@ -24,7 +24,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: Most tokens to generate; the context limit may end the text earlier.
         temperature: 0 takes the most likely token each time; from 1e-5 on a token is drawn.
-        seed: Starts the random numbers of this request; the same seed gives the same text. No effect at temperature 0.
+        seed: Starts the random numbers of this request; the same seed gives the same text, whatever else runs. With
+            16-bit weights other requests may change how logits are rounded, and so a text. No effect at temperature 0.
         ignore_eos: Go on after a token that the model ends a text with.
         top_k: Draw from the k most likely tokens only; 0 is all.
         top_p: Draw from the most likely tokens that together have this probability; 1 is all.
@@ -73,7 +74,7 @@ class SamplingParams:
 
     def _take_stops(self) -> None:
         """Make tuples of the stops, so that what was checked cannot change."""
-        strings = (self.stop,) if isinstance(self.stop, str) else _items(self.stop)
+        strings = (self.stop,) if isinstance(self.stop, str) else items_of(self.stop)
         self._check(
             "stop",
             strings is not None
@@ -81,7 +82,7 @@ class SamplingParams:
             and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in strings),
             f"a string, or up to {MAX_STOPS} of them, of 1 to {MAX_STOP_LENGTH} characters each",
         )
-        tokens = _items(self.stop_token_ids)
+        tokens = items_of(self.stop_token_ids)
         self._check(
             "stop_token_ids",
             tokens is not None
@@ -118,6 +119,6 @@ def _within(value: Any, least: float, most: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
-def _items(value: Any) -> tuple[Any, ...] | None:
+def items_of(value: Any) -> tuple[Any, ...] | None:
     """The items of a sequence; None for what is none, a text included."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else None

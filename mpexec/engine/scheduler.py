@@ -90,7 +90,7 @@ def check_prompt(prompt: tuple[int, ...], *, max_length: int, vocab_size: int) -
     if not prompt:
         raise ConfigError("the prompt has no tokens: give at least one")
     for token in prompt:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if type(token) is not int or not 0 <= token < vocab_size:  # True is an int, and no id to the ranks
             raise ConfigError(f"token id {token!r} is not one of this model's: use integers from 0 to {vocab_size - 1}")
     if len(prompt) >= max_length:
         raise ConfigError(

@@ -174,7 +174,6 @@ class Executor:
         ranks: Ranks | None = None,
         reply_ranks: Ranks | None = None,
         timeout: float | None = None,
-        failure_grace: float | None = None,
     ) -> Any:
         """Run a method on ranks, wait for all of them, and give the values, ordered by rank. Blocks this thread.
 
@@ -193,7 +192,6 @@ class Executor:
                 value. Every rank reports completion in any case, so a failure is never lost.
             timeout: Seconds for the whole call, sending included; None waits, and logs every rank's state after 60 s
                 and at each doubling.
-            failure_grace: In place of the spec's, for a method in which ranks do not keep step; None is the spec's.
 
         Raises:
             AttributeError: No such public method; nothing was sent.
@@ -208,9 +206,7 @@ class Executor:
         """
         begun: list[PendingCall] = []  # filled before anything is sent, so that a Ctrl-C at any moment can give it up
         try:
-            pending = self._begin(
-                method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout, begun, failure_grace
-            )
+            pending = self._begin(method, args, kwargs, args_per_rank, ranks, reply_ranks, timeout, begun)
             self._wait(pending)
         except BaseException:
             self._give_up(begun)
@@ -316,13 +312,11 @@ class Executor:
         reply_ranks: Ranks | None,
         timeout: float | None,
         waits: list[PendingCall] | None = None,
-        failure_grace: float | None = None,
     ) -> PendingCall:
         """Check everything, open the call's entry and send it.
 
         Args:
             waits: Given if this thread is going to wait for the call; receives it before anything is sent.
-            failure_grace: In place of the spec's, if given.
         """
         if not self._usable:
             raise self._why_unusable()
@@ -341,8 +335,7 @@ class Executor:
         wanted = chosen if reply_ranks is None else self._check_reply_ranks(reply_ranks, chosen)
         if args_per_rank is not None:
             _check_scatter(args, args_per_rank, chosen)
-        grace = self._grace if failure_grace is None else failure_grace
-        pending = PendingCall(0, name, chosen, wanted, deadline, grace)
+        pending = PendingCall(0, name, chosen, wanted, deadline, self._grace)
         if reply_ranks is not None:
             pending.bare = isinstance(reply_ranks, int)
         if waits is not None:
@@ -524,11 +517,13 @@ class Executor:
 
     def _describe_self(self, kind: str) -> dict[str, Any]:
         """What `describe` says of every kind of executor, its ranks apart."""
+        background = self._background
+        waits = background is not None and self._calls.get(background.call_id) is background
         return {
             "kind": kind,
             "state": self._state.name,
             "root_cause": None if self._root is None else first_line(self._root),
-            "calls_in_flight": len(self._calls),
+            "calls_in_flight": len(self._calls) - waits,
             "late_replies": self._calls.late,
         }
 

@@ -217,6 +217,7 @@ class EngineClient(TaskOwner):
             EngineStoppedError: The engine has failed, or this was released.
             ConnectionLostError: Nobody answers at the address.
         """
+        await self._settle()
         if self.running and self._client is not None and self._client.running:
             return
         if self._root is not None:

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.bench import fresh
 from tests.bench.settings import Settings, in_turn
 from tests.bench.stats import Figures, Row
+from tests.bench.torchrun import Peer, torchrun
 
 BARS = {1: 0.92, 8: 0.95}  # by batch
 FASTER = 1.0
@@ -26,8 +21,6 @@ FASTER = 1.0
 _PEERS = ("engine", "bare", "transformers")
 _PROMPT = 12  # tokens of each, so that `generate` needs no padding
 _LIMIT_S = 900.0
-_START_S = 180.0
-_END_S = 20.0
 
 
 def run(settings: Settings) -> list[Row]:
@@ -56,13 +49,11 @@ def drive(runs: int, new_tokens: int) -> dict[str, list[Figures]]:
     with contextlib.ExitStack() as opened:
         engine = Engine.from_pretrained(tp=2, config=EngineConfig(max_slots=8))
         opened.callback(engine.release)
-        others = {peer: opened.enter_context(_torchrun(peer)) for peer in _PEERS[1:]}
+        others = {peer: opened.enter_context(torchrun(peer)) for peer in _PEERS[1:]}
         return asyncio.run(_take_turns(engine, others, runs, new_tokens))
 
 
-async def _take_turns(
-    engine: Any, others: dict[str, Connection], runs: int, new_tokens: int
-) -> dict[str, list[Figures]]:
+async def _take_turns(engine: Any, others: dict[str, Peer], runs: int, new_tokens: int) -> dict[str, list[Figures]]:
     figures: dict[str, list[Figures]] = {peer: [] for peer in _PEERS}
     expected: dict[int, list[list[int]]] = {}
     async with engine:
@@ -103,33 +94,6 @@ async def _ask_engine(engine: Any, prompts: list[list[int]], new_tokens: int) ->
     return time.perf_counter() - began, tokens
 
 
-async def _ask(peer: Connection, task: Any) -> tuple[float, list[list[int]]]:
-    peer.send(task)
-    seconds, tokens = await asyncio.to_thread(peer.recv)
+async def _ask(peer: Peer, task: Any) -> tuple[float, list[list[int]]]:
+    seconds, tokens = await asyncio.to_thread(peer.ask, task)
     return seconds, tokens
-
-
-@contextlib.contextmanager
-def _torchrun(peer: str) -> Iterator[Connection]:
-    """Start two ranks; gives the connection to rank 0 once the model is there."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
-        door.bind(f"{folder}/socket")
-        door.listen()
-        door.settimeout(_START_S)
-        process = subprocess.Popen(
-            [*command, "-m", "tests.bench.torchrun_peers", peer, f"{folder}/socket"],
-            stdin=subprocess.DEVNULL, stdout=sys.stderr,
-            env={**fresh.environment(), "TMPDIR": folder},  # torchrun and the compiler leave folders behind
-        )  # fmt: skip
-        try:
-            accepted, _ = door.accept()
-            with Connection(accepted.detach()) as connection:
-                yield connection  # closing it ends the ranks
-            process.wait(_END_S)
-        finally:
-            process.terminate()  # it ends its ranks, which are in sessions of their own
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-            process.kill()
-            process.wait()

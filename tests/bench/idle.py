@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from tests.bench import fresh
 from tests.bench.agents import EchoAgent, TorchAgent
+from tests.bench.pipes import hear_each, spawned
 from tests.bench.settings import Settings
 from tests.bench.stats import Row
 
@@ -95,37 +97,22 @@ async def _on_loop(executor: Any) -> Figures:
 
 
 def _bare_gloo(start_at: float) -> Figures:
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=join_gloo, args=(theirs, f"{folder}/store", rank), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        for pipe in pipes:
-            pipe.recv()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        spawned(join_gloo, *((f"{folder}/store", rank) for rank in range(2))) as pipes,
+    ):
+        pids = hear_each(pipes)
         time.sleep(max(0.0, start_at - time.time()))
-        figures = _watch([process.pid for process in processes if process.pid is not None])
-        for pipe in pipes:
-            pipe.send(None)
-        for process in processes:
-            process.join()
-    return figures
+        return _watch(pids)
 
 
 def join_gloo(pipe: Any, store: str, rank: int) -> None:
-    """What a bare child does: form a group with its peer, and wait."""
+    """What a bare child does: form a group with its peer, say so, and wait."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    pipe.send(True)
+    pipe.send(os.getpid())
     pipe.recv()
-    dist.destroy_process_group()
 
 
 def _cpu_seconds(pids: Sequence[int]) -> float:

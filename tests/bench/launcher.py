@@ -123,9 +123,12 @@ def time_failure(name: str, size: int, how: str) -> Figures:
 
 def _await_text(process: subprocess.Popen[str], path: Path) -> str:
     """What a rank writes into a file, as soon as it is there."""
+    end = time.monotonic() + _LIMIT_S
     while not (path.exists() and (text := path.read_text())):
         if process.poll() is not None:
             raise fresh.BenchError(f"the launcher ended too early: {process.communicate()[1][-2000:]}")
+        if time.monotonic() > end:
+            raise fresh.BenchError(f"no rank wrote {path.name} within {_LIMIT_S:g} s")
         time.sleep(0.001)
     return text
 

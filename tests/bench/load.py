@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from tests.bench.fresh import BenchError
+
 _COMPUTE = """
 import os, sys
 os.sched_setaffinity(0, {int(sys.argv[1])})
@@ -27,7 +29,8 @@ def busy_cores() -> Iterator[None]:
     try:
         for process in processes:
             assert process.stdout is not None
-            process.stdout.readline()
+            if not process.stdout.readline():
+                raise BenchError("a core is not busy: its process has ended")
         yield
     finally:
         for process in processes:

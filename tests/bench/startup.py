@@ -63,23 +63,11 @@ def run(settings: Settings) -> list[Row]:
 def drive_bare(world_size: int) -> Figures:
     """Processes of `multiprocessing` that import torch and say so over a Pipe."""
     start = time.perf_counter()
-    import multiprocessing
+    from tests.bench.pipes import hear_each, spawned  # imports multiprocessing, which counts
 
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for _ in range(world_size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=import_torch, args=(theirs,))
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    for pipe in pipes:
-        pipe.recv()
-    first = time.perf_counter() - start
-    for process in processes:
-        process.join()
-    return {"first": first}
+    with spawned(import_torch, *[()] * world_size) as pipes:
+        hear_each(pipes)
+        return {"first": time.perf_counter() - start}
 
 
 def import_torch(pipe: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import statistics
 import tempfile
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from tests.bench import fresh
 from tests.bench.generation import NEW_TOKENS, PROMPTS, take_turns
+from tests.bench.pipes import hear_each, spawned
 from tests.bench.settings import Settings, in_turn
 from tests.bench.stats import Figures, Row, columns, quantile
 
@@ -170,29 +170,21 @@ async def _series(call: Callable[[Any], Awaitable[Any]], arguments: list[Any]) -
 
 
 @contextlib.contextmanager
-def _served_by(serve: Callable[[str, Connection], None]) -> Iterator[str]:
+def _served_by(serve: Callable[[Connection, str], None]) -> Iterator[str]:
     """Spawn a process in which `serve` listens at a unix socket; gives the address once it does."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         address = f"ipc://{folder}/socket"
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(address, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            ours.recv()
+        with spawned(serve, (address,)) as pipes:
+            hear_each(pipes)
             yield address
-        finally:
-            process.kill()
-            process.join()
 
 
-def serve_mpexec(address: str, pipe: Connection) -> None:
+def serve_mpexec(pipe: Connection, address: str) -> None:
     """Serve `echo` and `count`."""
-    asyncio.run(_serve_mpexec(address, pipe))
+    asyncio.run(_serve_mpexec(pipe, address))
 
 
-async def _serve_mpexec(address: str, pipe: Connection) -> None:
+async def _serve_mpexec(pipe: Connection, address: str) -> None:
     from mpexec.mp_engine.rpc_server import AsyncRPCServer
 
     server = AsyncRPCServer(address)
@@ -219,12 +211,12 @@ def piece(number: int) -> Piece:
     return "word", (number,), None
 
 
-def serve_pyzmq(address: str, pipe: Connection) -> None:
+def serve_pyzmq(pipe: Connection, address: str) -> None:
     """Send every message back."""
-    asyncio.run(_serve_pyzmq(address, pipe))
+    asyncio.run(_serve_pyzmq(pipe, address))
 
 
-async def _serve_pyzmq(address: str, pipe: Connection) -> None:
+async def _serve_pyzmq(pipe: Connection, address: str) -> None:
     import zmq.asyncio
 
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:

@@ -14,11 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import leaks
 import pytest
+from patience import is_overloaded
+from patience import within as within_load
 
 from mpexec import ConfigError, ModelAgent, MPExecutor, StartupError, WrongStateError
 from mpexec.deadline import Deadline
@@ -36,17 +39,8 @@ LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"],
 }
 EVERY_WAY = ["program", "mpexec run", pytest.param("torchrun", marks=pytest.mark.slow)]
+within = partial(within_load, stretch=5.0)  # each rank is an interpreter that starts
 _numbers = itertools.count()
-
-
-def is_overloaded() -> bool:
-    """True while the machine has more to do than cores."""
-    return os.getloadavg()[0] > (os.cpu_count() or 1)
-
-
-def within(seconds: float) -> float:
-    """The seconds of the contract; five times that on an overloaded machine."""
-    return seconds * (5 if is_overloaded() else 1)
 
 
 def job_variables(rank: int, world_size: int, run_id: str) -> dict[str, str | None]:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from small_models import Reference, check_equal, small_model
 
 from mpexec import build_executor
 from mpexec.agent.causal_lm import CausalLMAgent
@@ -38,68 +38,13 @@ SAMPLED = (
     Sampling(repetition_penalty=1.5),
     Sampling(1.0, seed=1, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=0.8),
 )
-# Where transformers' two best logits are closer than this, the order in which floats are added decides between them.
-TIE = 1e-5
 
 Step = Callable[[StepInput], StepOutput]
-
-
-def random_model(kind: str, folder: Path) -> Path:
-    """Save a small untrained model whose logits are far enough apart to have an order."""
-    transformers = import_transformers()
-    sizes: dict[str, Any] = {
-        "vocab_size": 503,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]}
-    configs: dict[str, Callable[[], Any]] = {
-        "llama": lambda: transformers.LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=False),
-        "mistral": lambda: transformers.MistralConfig(**sizes, sliding_window=200, tie_word_embeddings=False),
-        "qwen2": lambda: transformers.Qwen2Config(**sizes, tie_word_embeddings=False),
-        "qwen3": lambda: transformers.Qwen3Config(**sizes, head_dim=24, tie_word_embeddings=True),
-        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**sizes, **experts, head_dim=16),
-        "mixtral": lambda: transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
-    }
-    torch.manual_seed(17)
-    model = transformers.AutoModelForCausalLM.from_config(configs[kind]())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.2)
-    model.save_pretrained(folder, max_shard_size="200KB")
-    return folder
 
 
 def random_prompts(vocabulary: int) -> list[list[int]]:
     source = torch.Generator().manual_seed(5)
     return [torch.randint(1, vocabulary, (length,), generator=source).tolist() for length in LENGTHS]
-
-
-@torch.inference_mode()
-def reference(path: Path, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Return, for each prompt, the new tokens of `generate` and the gap between the two best logits at each."""
-    model = import_transformers().AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
-    results = []
-    for prompt in prompts:
-        output = model.generate(
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        best = torch.cat(output.logits).topk(2).values
-        results.append((output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()))
-    return results
 
 
 def generate(
@@ -145,8 +90,9 @@ class Models:
         path = default_model_path() if kind == "bundled" else self.folder / kind
         if kind not in self.wanted:
             if kind != "bundled":
-                random_model(kind, path)
-            self.wanted[kind] = reference(path, self.prompts)
+                small_model(kind, path)
+            reference = Reference(path)
+            self.wanted[kind] = [reference.generate(prompt, NEW_TOKENS) for prompt in self.prompts]
         return path
 
 
@@ -167,22 +113,8 @@ def test_tokens_equal_generate_and_sampled_ones_depend_on_nothing_but_their_seed
     assert alone == [drawn[1], drawn[3]], "company changed a sample"
     assert models.sampled.setdefault(kind, drawn) == drawn, "another number of ranks gave other samples"
     assert drawn[-1] == got[-1][:6], "samples changed a greedy row"
-    check(f"{kind} on {ranks} ranks", got, models.wanted[kind])
-
-
-def check(name: str, got: list[list[int]], wanted: list[tuple[list[int], list[float]]]) -> None:
-    wrong = []
-    for number, (tokens, (right, gaps)) in enumerate(zip(got, wanted, strict=True)):
-        differing = next((at for at in range(NEW_TOKENS) if tokens[at] != right[at]), None)
-        if differing is None:
-            continue
-        # After the first difference the texts differ, so the rest of this prompt says nothing.
-        pair, gap = f"{tokens[differing]} for {right[differing]}", gaps[differing]
-        fact = f"prompt {number} token {differing}: {pair}, gap {gap:.2e}"
-        print(f"{name}: {fact}")
-        if gap >= TIE:
-            wrong.append(fact)
-    assert not wrong
+    for number, (tokens, wanted) in enumerate(zip(got, models.wanted[kind], strict=True)):
+        check_equal(tokens, wanted, f"{kind} on {ranks} ranks, prompt {number}")
 
 
 @pytest.mark.parametrize("kind", ["bundled", "qwen3_moe"])
@@ -255,6 +187,18 @@ def test_pieces_that_do_not_follow_each_other_are_refused_and_change_nothing() -
         agent.forward(StepInput(1, free=(0,), prefill=(Prefill(0, (4,), start=3),)))
     pieced = agent.forward(StepInput(1, prefill=(Prefill(0, (4,), start=3),))).tokens[0]
     assert agent.forward(StepInput(2, prefill=(Prefill(1, (1, 2, 3, 4)),))).tokens[1] == pieced
+
+
+def test_a_sequence_that_is_no_longer_finite_leaves_nothing_to_the_next_in_its_slot() -> None:
+    agent = CausalLMAgent(str(default_model_path()), max_slots=2, max_length=32)
+    agent.build_model()
+    short, long = (1, 2), tuple(range(20))
+    agent.forward(StepInput(0, prefill=(Prefill(0, short),)))
+    alone = agent.forward(StepInput(1, decode=(0,))).tokens[0]
+    agent.forward(StepInput(2, free=(0,), prefill=(Prefill(0, long),)))
+    agent._cache.values[:, 0, :, : len(long)] = torch.nan  # as weights that have diverged leave it
+    agent.forward(StepInput(3, free=(0,), prefill=(Prefill(0, short), Prefill(1, long))))
+    assert agent.forward(StepInput(4, decode=(0, 1))).tokens[0] == alone
 
 
 def test_log_probabilities_are_those_of_the_model_whatever_is_sampled(models: Models) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_models import small_model
 
 from mpexec import build_executor
 from mpexec.agent.causal_lm import CausalLMAgent
-from mpexec.agent.loading import import_transformers
 from mpexec.agent.steps import Prefill, Sampling, StepInput
 from mpexec.errors import ConfigError
 from mpexec.models import default_model_path
@@ -26,27 +26,7 @@ Call = Callable[..., Any]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small mixture-of-experts model in several files: what its files hold is not what the model holds."""
-    folder = tmp_path_factory.mktemp("experts")
-    transformers = import_transformers()
-    torch.manual_seed(3)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        head_dim=8,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, max_shard_size="30KB")
-    return folder
+    return small_model("qwen3_moe", tmp_path_factory.mktemp("experts"), tie_word_embeddings=True)
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -122,9 +102,9 @@ def test_weights_that_are_not_those_of_the_configuration_are_refused(folder: Pat
         built(tmp_path)
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(
-        ConfigError, match=r"model.embed_tokens.weight has shape \[101, 32\] where the model has \[101, 40\]"
+        ConfigError, match=r"model.embed_tokens.weight has shape \[503, 64\] where the model has \[503, 72\]"
     ):
-        built(copy_config(folder, tmp_path, hidden_size=40))
+        built(copy_config(folder, tmp_path, hidden_size=72))
     # A tensor too many does no harm: folders have those of training, or of a vision part.
     save_file({**whole, "extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert tokens(of_agent(built(copy_config(folder, tmp_path)))) == tokens(of_agent(built(folder)))
@@ -147,7 +127,7 @@ def test_each_type_of_number_runs(folder: Path, dtype: str) -> None:
     outputs = [agent.forward(StepInput(0, prefill=prefill))]
     outputs += [agent.forward(StepInput(number, decode=(0, 1))) for number in range(1, 6)]
     assert agent.model_facts()["dtype"] == dtype
-    assert all(0 <= token < 101 for output in outputs for token in output.tokens.values())
+    assert all(0 <= token < 503 for output in outputs for token in output.tokens.values())
     assert all(math.isfinite(output.logprobs[1].chosen) for output in outputs)
     assert all(parameter.dtype == getattr(torch, dtype) for parameter in agent._model.parameters())
 
@@ -165,7 +145,7 @@ def test_replaced_weights_give_the_tokens_of_a_model_loaded_with_them(folder: Pa
             ({name: one for name, one in other.items() if "q_norm" not in name}, "q_norm.weight is missing"),
             (
                 {**other, "model.norm.weight": torch.zeros(3)},
-                r"model.norm.weight has shape \[3\] where the model has \[32\]",
+                r"model.norm.weight has shape \[3\] where the model has \[64\]",
             ),
         ]:
             with pytest.raises(ValueError, match=message):

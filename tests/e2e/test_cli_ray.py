@@ -16,6 +16,7 @@ from importlib.util import find_spec
 
 import psutil
 import pytest
+from patience import left_of, within
 
 from mpexec import ConfigError, Engine
 from mpexec.cli.app import run as run_in_process
@@ -34,11 +35,6 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(not HAS_RAY, reason="needs the extra: pip install 'mpexec[ray]'"),
 ]
-
-
-def within(seconds: float) -> float:
-    """The seconds of the contract; three times that when the machine has more to do than cores."""
-    return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
 
 
 @pytest.fixture
@@ -99,22 +95,6 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait for the end: exit code, and what the command itself says; --verbose adds more."""
     _, stderr = process.communicate(timeout=60)
     return process.returncode, "\n".join(line for line in stderr.splitlines() if line.startswith("mpexec: "))
-
-
-def left_of(pids: set[int]) -> set[int]:
-    """Those that have not ended within a few seconds, in which Ray notices; a zombie has ended."""
-    give_up = time.monotonic() + within(5.0)
-    left = pids
-    while left and time.monotonic() < give_up:
-        left = {pid for pid in left if psutil.pid_exists(pid) and not is_zombie(pid)}
-        time.sleep(0.01)
-    return left
-
-
-def is_zombie(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    return True
 
 
 # -- what it prints ----------------------------------------------------------------------------------------------------
@@ -215,7 +195,7 @@ def test_a_killed_rank_is_named_with_its_node_and_rays_reason_and_the_cluster_go
         assert line.startswith(f"mpexec: WorkerDiedError: rank 1 (pid {pid}) on node {node} ended: ")
         assert "worker process has died" in line
         assert len(everybody) > 2
-        assert left_of(everybody | {pid for pid, _ in ranks}) == set()
+        assert not left_of(everybody | {pid for pid, _ in ranks}, within(5.0))
 
 
 @pytest.mark.slow
@@ -225,7 +205,7 @@ def test_ctrl_c_ends_the_ranks_and_the_cluster(environment: dict[str, str]) -> N
         process.send_signal(signal.SIGINT)
         assert end_of(process) == (130, "")
         assert time.monotonic() - since < within(1.0)
-        assert left_of(everybody | {pid for pid, _ in ranks}) == set()
+        assert not left_of(everybody | {pid for pid, _ in ranks}, within(5.0))
 
 
 @pytest.mark.slow
@@ -234,4 +214,4 @@ def test_the_ranks_end_with_a_command_that_is_killed(environment: dict[str, str]
     with generating(environment) as (process, ranks, _):
         process.kill()
         assert end_of(process) == (-signal.SIGKILL, "")
-        assert left_of({pid for pid, _ in ranks}) == set()
+        assert not left_of({pid for pid, _ in ranks}, within(5.0))

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from engine_agents import BrokenOnPurposeError, as_if_likely, mp_engine, uni_engine
+from patience import until, within
 
 from mpexec import Engine, EngineConfig, SamplingParams, UniExecutor
 from mpexec.engine.engine import GenerationOutput
@@ -33,11 +34,6 @@ from mpexec.models import default_model_path
 from mpexec.mp_engine.zmq_engine import ZMQEngine
 
 MakeEngine = Callable[..., Engine]
-
-
-def within(seconds: float) -> float:
-    """The seconds of the contract; three times that when the machine has more to do than cores."""
-    return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
 
 
 @pytest.fixture
@@ -97,14 +93,6 @@ def make_engine_with_ranks(request: pytest.FixtureRequest) -> MakeEngine:
     return made
 
 
-async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
-    """Wait for what is told a moment later; fail if it is not."""
-    deadline = time.monotonic() + within(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.01)
-
-
 def processes(engine: Any) -> list[int]:
     return [*engine.rank_pids, *([engine.pid] if isinstance(engine, ZMQEngine) else [])]
 
@@ -126,6 +114,21 @@ async def count_of(values: AsyncIterator[Any]) -> int:
 
 
 # -- answers -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_start_right_behind_a_requested_stop_serves(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        engine.stop()
+        await engine.start_async()
+        assert ids(await collect(engine, [7], many(3))) == [8, 9, 10]
+
+
+@pytest.mark.parametrize("prompt", [b"abc", {1: 2}, {3, 4}, 5, None, [True], [1, False], [1.0]])
+async def test_what_is_no_prompt_is_refused_and_harms_nobody(uni: MakeEngine, prompt: Any) -> None:
+    async with uni() as engine:
+        with pytest.raises(ConfigError, match=r"is no prompt|token id"):
+            await collect(engine, prompt)
+        assert ids(await collect(engine, [7], many(2))) == [8, 9]
 
 
 async def test_many_prompts_share_the_slots_and_each_gets_its_own_answer(make_engine: MakeEngine) -> None:
@@ -514,17 +517,6 @@ async def test_cancelling_generate_at_any_moment_frees_everything(make_engine_wi
 
 
 PROMPTS = ["In the beginning", "And it came to pass", "The LORD", "Blessed are they that"]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Of torch in this process, where the one rank runs: on busy cores two threads mostly wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 async def test_the_bundled_model_gives_the_same_tokens_on_one_rank_and_on_two_alone_and_in_a_batch(

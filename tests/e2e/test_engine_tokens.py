@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from small_models import Reference, check_equal, small_model_that_speaks
 
 from mpexec import Engine, EngineConfig, SamplingParams
-from mpexec.agent.loading import import_transformers
 from mpexec.engine.engine import GenerationOutput
 from mpexec.models import default_model_path
 
 PROMPTS = 32
 CONTEXT = 64
 VOCABULARY = 2048  # of the bundled model, whose tokenizer the others borrow
-# Where the two best logits are closer than this, the order in which floats are added decides between them.
-TIE = 1e-5
 
 FAMILIES = ("bundled", "llama", "mistral", "qwen2", "qwen3")
 CASES = [
@@ -28,34 +24,6 @@ CASES = [
     for family in FAMILIES
     for ranks in (1, 2, 4)
 ]
-
-
-def random_model(family: str, folder: Path) -> Path:
-    """Save a small untrained model whose logits are far enough apart to have an order."""
-    transformers = import_transformers()
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 112,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "tie_word_embeddings": False,
-    }
-    more: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}
-    config = getattr(transformers, f"{family.title()}Config")(**sizes, **more.get(family, {}))
-    torch.manual_seed(17)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.2)
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(default_model_path() / name, folder)
-    return folder
 
 
 def prompt(number: int) -> list[int]:
@@ -68,43 +36,6 @@ def new_tokens(number: int) -> int:
     return 2 + 7 * number % 20
 
 
-class Reference:
-    """What transformers gives for a model folder."""
-
-    def __init__(self, path: Path) -> None:
-        transformers = import_transformers()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-
-    @torch.inference_mode()
-    def generate(self, token_ids: list[int], count: int, **options: Any) -> tuple[list[int], list[float]]:
-        """The new tokens, and the gap between the two best logits at each."""
-        output = self._model.generate(
-            input_ids=torch.tensor([token_ids]),
-            attention_mask=torch.ones(1, len(token_ids), dtype=torch.int64),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-            **({"tokenizer": self._tokenizer} if "stop_strings" in options else {}),
-            **options,
-        )
-        best = torch.cat(output.logits).topk(2).values
-        return output.sequences[0, len(token_ids) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
-
-
-def check_equal(got: list[int], wanted: tuple[list[int], list[float]], fact: str) -> None:
-    """Equal, up to the first difference that no order of additions decides."""
-    tokens, gaps = wanted
-    for at, (mine, right) in enumerate(zip(got, tokens, strict=False)):
-        if mine != right:
-            assert gaps[at] < TIE, f"{fact}: token {at} is {mine}, not {right}, gap {gaps[at]:.2e}"
-            return
-    assert len(got) == len(tokens), f"{fact}: {len(got)} tokens, not {len(tokens)}"
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
     made: dict[str, tuple[Path, Reference]] = {}
@@ -112,20 +43,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     def get(family: str) -> tuple[Path, Reference]:
         if family not in made:
             bundled = family == "bundled"
-            path = default_model_path() if bundled else random_model(family, tmp_path_factory.mktemp(family))
+            path = default_model_path() if bundled else small_model_that_speaks(family, tmp_path_factory.mktemp(family))
             made[family] = (path, Reference(path))
         return made[family]
 
     return get
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Of torch in this process: on busy cores several threads mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 async def read(engine: Engine, token_ids: list[int], params: SamplingParams) -> list[GenerationOutput]:
@@ -189,7 +111,7 @@ async def check_greedy_and_stops(engine: Engine, reference: Reference) -> None:
         assert text(outputs) == text(greedy[n]).partition(stops[n])[0]
         if ids(greedy[n]) == wanted[n][0] and text(greedy[n]).isascii():
             # Where a text ends inside a character, transformers looks at bytes that are no text yet.
-            until_stop = reference.generate(prompt(n), new_tokens(n), stop_strings=[stops[n]])
+            until_stop = reference.generate(prompt(n), new_tokens(n), stop=stops[n])
             check_equal(ids(outputs), until_stop, f"prompt {n} with stop {stops[n]!r}")
 
 

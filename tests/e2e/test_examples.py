@@ -63,7 +63,11 @@ def test_the_training_loop_learns_and_another_run_goes_on_where_it_ended(tmp_pat
     assert [path.name for path in Path(folder).iterdir()] == ["checkpoint.pt"]
 
 
-def test_the_list_of_examples_names_every_one() -> None:
-    table = (EXAMPLES / "README.md").read_text()
-    for program in EXAMPLES.glob("*.py"):
-        assert f"[{program.name}]({program.name})" in table
+def test_the_list_of_examples_names_every_one_with_the_command_that_runs_it() -> None:
+    rows = dict(
+        re.findall(r"^\| \[(\w+\.py)\]\(\1\) \|.*\| `(.+)` \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    )
+    assert sorted(rows) == sorted(program.name for program in EXAMPLES.glob("*.py"))
+    for name, command in rows.items():
+        # One with options is what the program itself says.
+        assert command == f"python examples/{name}" or command in (EXAMPLES / name).read_text(), command

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_cli import end_of, no_process_left, ranks_of, run, running, within
+from patience import left_of, within
+from test_cli import end_of, ranks_of, run, running
 
 pytestmark = [pytest.mark.spawn, pytest.mark.timeout(240)]
 
@@ -59,7 +60,7 @@ def test_ctrl_c_ends_bench_after_what_was_measured_has_been_printed() -> None:
         assert took < within(1.0)
         assert (first["concurrency"], first["complete"], first["tokens"]) == (1, True, 200)
         assert [json.loads(line)["complete"] for line in rest] in ([], [False])  # [] if no token had come
-        assert no_process_left(ranks)
+        assert not left_of(ranks, within(1.0))
 
 
 @pytest.mark.slow
@@ -76,7 +77,7 @@ def test_a_killed_rank_ends_bench_in_one_message() -> None:
         (line,) = stderr.splitlines()
         assert f"rank 1 (pid {ranks[1]})" in line
         assert took < within(2.0)
-        assert no_process_left(ranks)
+        assert not left_of(ranks, within(1.0))
 
 
 @pytest.mark.slow

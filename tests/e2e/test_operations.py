@@ -14,16 +14,12 @@ from typing import Any
 
 import pytest
 from operated_agents import operated_engine
+from patience import until, within
 
 from mpexec import BlockingEngine, ConfigError, Engine, EngineStoppedError, SamplingParams, WorkerDiedError, ZMQEngine
 from mpexec.errors import WrongStateError
 
 MakeEngine = Callable[..., Engine]
-
-
-def within(seconds: float) -> float:
-    """The seconds of the contract; three times that when the machine has more to do than cores."""
-    return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
 
 
 @pytest.fixture
@@ -52,14 +48,6 @@ def many(new: int) -> SamplingParams:
 
 async def tokens(engine: Any, first: int, new: int = 3) -> list[int]:
     return [token async for output in engine.generate([first], many(new)) for token in output.token_ids]
-
-
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Wait for what is told a moment later; fail if it is not."""
-    deadline = time.monotonic() + within(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 async def history(engine: Engine) -> Any:

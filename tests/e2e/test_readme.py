@@ -53,6 +53,7 @@ def test_a_program_of_the_readme_prints_what_it_says(code: str, tmp_path: Path) 
     script.write_text(code)
     ended = run(sys.executable, str(script), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
+    assert "DeprecationWarning" not in ended.stderr
     expected = next(text for name, text in EXPECTED.items() if name in code)
     assert expected.splitlines() == [] or ended.stdout.endswith(expected.splitlines()[-1] + "\n"), ended.stdout
     for line in expected.splitlines():

@@ -22,6 +22,7 @@ import openai
 import psutil
 import pytest
 from openai.types import Completion
+from patience import left_of, within
 from prometheus_client.parser import text_string_to_metric_families
 
 from mpexec.engine.tokenizer import Tokenizer
@@ -35,11 +36,6 @@ FOUR = [PROMPT, "And it came to pass", "The LORD", "Blessed are they that"]
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
 
 pytestmark = [pytest.mark.spawn, pytest.mark.timeout(180)]
-
-
-def within(seconds: float) -> float:
-    """The seconds of the contract; three times that when the machine has more to do than cores."""
-    return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
 
 
 def wait_until(what: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -144,16 +140,6 @@ def start() -> Iterator[Callable[..., Served]]:
     for served in made:
         served.process.kill()
         served.process.communicate()
-
-
-def no_process_left(pids: list[int]) -> bool:
-    """True once all have ended; a zombie has ended, and is its new parent's to reap."""
-    give_up = time.monotonic() + within(2.0)
-    while time.monotonic() < give_up:
-        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def complete(client: openai.OpenAI, prompt: Any, **options: Any) -> Completion:
@@ -495,7 +481,7 @@ async def test_a_rank_killed_under_load_is_told_to_every_open_request_and_ends_t
         assert error.status_code == 503
     (line,) = stderr.splitlines()
     assert line.startswith(f"mpexec: WorkerDiedError: rank 1 (pid {ranks[1]}) killed by SIGKILL")
-    assert no_process_left(ranks)
+    assert not left_of(ranks, within(2.0))
 
 
 @pytest.mark.parametrize("moment", ["idle", "while the other rank is stopped"])
@@ -512,7 +498,7 @@ def test_a_killed_rank_ends_an_idle_server_with_1_also_when_another_rank_does_no
     assert took < within(3.0)
     assert returncode == 1
     assert stderr.startswith(f"mpexec: WorkerDiedError: rank 0 (pid {ranks[0]}) killed by SIGKILL")
-    assert no_process_left(ranks)
+    assert not left_of(ranks, within(2.0))
 
 
 def test_clients_that_never_end_their_request_or_never_read_the_answer_do_not_delay_the_exit(
@@ -605,7 +591,7 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Served]) -> None:
         assert took < within(1.0)
         with pytest.raises(openai.APIConnectionError):
             list(stream)
-    assert no_process_left(ranks)
+    assert not left_of(ranks, within(2.0))
 
 
 def test_a_signal_while_the_model_loads_ends_it_within_a_second(start: Callable[..., Served]) -> None:
@@ -618,7 +604,7 @@ def test_a_signal_while_the_model_loads_ends_it_within_a_second(start: Callable[
     returncode, stderr, took = served.end(since)
     assert (returncode, stderr) == (143, "")
     assert took < within(1.0)
-    assert no_process_left(ranks)
+    assert not left_of(ranks, within(2.0))
 
 
 def test_a_port_that_is_taken_is_one_line_before_anything_is_loaded(
@@ -648,9 +634,7 @@ def test_a_server_can_follow_another_on_its_port_at_once(start: Callable[..., Se
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--tp", "3"], "3 ranks"),
         (["--host", "256.1.1.1"], "256.1.1.1"),
-        (["--port", "65536"], "'--port'"),
         (["--max-length", "5000"], "5000"),
-        (["--drain-timeout", "-1"], "'--drain-timeout'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 from engine_agents import BrokenOnPurposeError, mp_engine, unbuildable_engine
+from patience import alive, until, within
 
 from mpexec import Engine, SamplingParams
 from mpexec.errors import (
@@ -34,11 +35,6 @@ from mpexec.mp_engine.zmq_engine import ZMQEngine
 
 Make = Callable[..., ZMQEngine]
 STREAMS = 16
-
-
-def within(seconds: float) -> float:
-    """The seconds of the contract; three times that when the machine has more to do than cores."""
-    return seconds * (3 if os.getloadavg()[0] > (os.cpu_count() or 1) else 1)
 
 
 @pytest.fixture
@@ -62,19 +58,6 @@ def many(new: int = 900) -> SamplingParams:
 
 async def tokens(engine: Any, prompt: Any, params: SamplingParams) -> list[int]:
     return [token async for output in engine.generate(prompt, params) for token in output.token_ids]
-
-
-async def until(condition: Callable[[], Any], seconds: float = 5.0) -> None:
-    """Wait for what is told a moment later; fail if it is not."""
-    deadline = time.monotonic() + within(seconds)
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.01)
-
-
-def alive(*pids: int) -> list[int]:
-    """Those that still run; one that nobody has reaped yet does not."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 def engine_children() -> list[int]:
@@ -486,14 +469,3 @@ async def test_the_bundled_model_gives_the_same_tokens_for_thirty_two_streams(on
         there = [got async for got in answers(engine)]
     assert here == there
     assert [len(got) for got in here] == [5 + number for number in range(32)]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Of torch in this process, where the one rank runs."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from multiprocessing import Pipe
 
 import pytest
 from click.testing import CliRunner
 
-from tests.bench import engine, fresh, ray_executor, zmq_engine
+from tests.bench import engine, fresh, idle, pipes, ray_executor, rpc, startup, torchrun, zmq_engine
 from tests.bench.__main__ import OPTIONAL, PARTS, chosen, main
 from tests.bench.fresh import ROOT, BenchError
 from tests.bench.settings import Settings
@@ -63,6 +64,25 @@ def test_an_optional_part_runs_only_when_it_is_named():
     assert "all but these run: engine, ray, run, zmq" in CliRunner().invoke(main, ["--help"]).output
 
 
+def test_a_peer_that_ends_before_or_after_it_is_ready_is_an_error_with_its_last_lines():
+    broken = "sys.exit('first\\nno such model')"
+    with pytest.raises(BenchError, match=r"(?s)bare ended with exit code 1; .*\nfirst\nno such model$"):
+        with torchrun.started("bare", [sys.executable, "-c", f"import sys; {broken}"]):
+            pass
+    connected = "import sys; from multiprocessing.connection import Client; driver = Client(sys.argv[1]); driver.recv()"
+    with torchrun.started("bare", [sys.executable, "-c", f"{connected}; {broken}"]) as peer:
+        with pytest.raises(BenchError, match=r"(?s)bare has ended; .*\nno such model$"):
+            peer.ask("a task")
+
+
+def test_a_process_that_ends_before_it_is_ready_is_not_waited_for_behind_a_silent_one():
+    (ours, silent), (other, ended) = Pipe(), Pipe()
+    with ours, silent, other:
+        ended.close()
+        with pytest.raises(BenchError, match="ended before it was ready"):
+            pipes.hear_each([ours, other])
+
+
 @pytest.mark.slow
 def test_the_engine_and_its_peers_under_torchrun_give_the_same_tokens():
     """The driver compares them itself."""
@@ -77,6 +97,14 @@ def test_the_streams_and_round_trips_of_the_rpc_bring_what_they_should():
     for drive in (zmq_engine.drive_mpexec, zmq_engine.drive_pyzmq):
         figures = fresh.call(drive, calls=50)
         assert 0 < figures["p50"] <= figures["p99"]
+
+
+@pytest.mark.slow
+def test_the_bare_processes_of_each_part_do_what_they_should():
+    """The drivers compare contents themselves."""
+    assert fresh.call(startup.drive_bare, world_size=2)["first"] > 0
+    assert fresh.call(rpc.drive_pipes, world_size=2, calls=50, paced=0)["sync p50"] > 0
+    assert fresh.call(idle.drive, case="bare gloo", start_at=0.0)[idle.IDLE] >= 0
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")

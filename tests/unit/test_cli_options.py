@@ -5,6 +5,7 @@ No rank starts: what a command would run is replaced, and it is looked at what i
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -49,6 +50,7 @@ def take(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Given]:
 
     monkeypatch.setattr(Job, "prepare", raise_taken)
     monkeypatch.setattr(Bench, "prepare", raise_taken)
+    monkeypatch.setattr("mpexec.cli.bench.find_spec", lambda name: object())
     monkeypatch.setattr("mpexec.cli.run.launch_job", lambda job: raise_taken(**vars_of(job)))
     monkeypatch.setattr(
         "mpexec.http.server.bind", lambda host, port: contextlib.nullcontext({"host": host, "port": port})
@@ -85,7 +87,7 @@ OF_EXECUTOR: list[Case] = [
     (["--executor", "ray"], "executor", "ray"),
     (["--executor", "ray", "--ray-address", "10.0.0.1:6379"], "ray_address", "10.0.0.1:6379"),
 ]
-ARGUMENTS = {"generate": ["In the beginning"], "bench": [], "serve": [], "run": ["--no-python", "true"]}
+ARGUMENTS = {"generate": ["In the beginning"], "bench": [], "serve": [], "run": [__file__]}
 CASES: dict[str, list[Case]] = {
     "generate": [
         *of_model(1),
@@ -113,6 +115,7 @@ CASES: dict[str, list[Case]] = {
         (["--requests", "9"], "requests", 9),
         (["--seed", "7"], "seed", 7),
         (["--json"], "as_json", True),
+        (["--plot", "speed.png"], "picture", Path("speed.png")),
     ],
     "serve": [
         *of_model(0),
@@ -137,6 +140,8 @@ CASES: dict[str, list[Case]] = {
         (["--rdzv-id", "mine"], "run_id", "mine"),
         (["--role", "trainer"], "role", "trainer"),
         (["--max-restarts", "2"], "max_restarts", 2),
+        (["--module"], "command", (sys.executable, "-u", "-m", __file__)),
+        (["--no-python", "true"], "command", ("true", __file__)),
         (["--log-dir", "logs"], "log_dir", "logs"),
         (["--redirects", "3"], "redirects", {0: 3}),
         (["--tee", "1"], "tee", {0: 1}),
@@ -146,14 +151,15 @@ CASES: dict[str, list[Case]] = {
         (["--env", "A=1", "--env", "B=2"], "env", {"A": "1", "B": "2"}),
     ],
 }
+# Tests of options that are not given to anything, in the folder above.
 ELSEWHERE = {
-    "generate": {"--prompts"},  # tests/e2e/test_cli.py
-    "bench": {"--plot"},  # test_bench_figures.py
-    "run": {"--module", "--no-python"},  # tests/e2e/test_run.py
-    "models": {"--json"},  # tests/e2e/test_cli.py
-    "doctor": {"--json"},  # test_doctor.py
-    "ps": {"--json"},  # tests/e2e/test_inspection_commands.py
-    "stack": {"--json"},  # tests/e2e/test_inspection_commands.py
+    "--version": "e2e/test_cli.py::test_version_and_help_and_their_examples",
+    "generate --prompts": "e2e/test_cli.py::test_a_prompts_file_and_one_rank_give_the_same_answers",
+    "models --json": "e2e/test_cli.py::test_models_lists_the_bundled_model_as_a_table_and_as_json",
+    "doctor --json": "unit/test_doctor.py::test_json_is_one_object_a_line",
+    "ps --json": "e2e/test_inspection_commands.py::test_a_broken_executor_is_still_listed_with_its_root_cause",
+    "stack --json": "e2e/test_inspection_commands.py::"
+    "test_ps_lists_a_driver_with_what_its_ranks_are_at_and_stack_shows_where",
 }
 
 
@@ -168,22 +174,54 @@ def test_an_option_arrives(take: Callable[..., Given], command: str, words: list
     assert (given["args"][int(place[1])] if place else given[name]) == value
 
 
-def shown_options() -> dict[str, set[str]]:
-    """The long names of the options that `--help` shows, by command."""
+def shown_options() -> dict[str, click.Option]:
+    """The options that `--help` shows, as words: the command, and the name to turn it on, or to turn it off."""
     context = click.Context(app.group)
+    commands = {f"{name} ": app.group.get_command(context, name) for name in app.group.list_commands(context)}
     found = {}
-    for name in app.group.list_commands(context):
-        command = app.group.get_command(context, name)
+    for start, command in {"": app.group, **commands}.items():
         assert command is not None
-        options = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
-        found[name] = {option.opts[0] if option.opts[0].startswith("--") else option.opts[-1] for option in options}
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                for names in filter(None, (option.opts, option.secondary_opts)):
+                    found[start + next(name for name in names if name.startswith("--"))] = option
     return found
 
 
+def is_tested_by(test: str, words: str) -> bool:
+    """True where a test of some file has these words as strings, itself or in what it uses of its module."""
+    file, _, name = test.partition("::")
+    module = ast.parse((Path(__file__).parents[1] / file).read_text())
+    defined: dict[str, ast.AST] = {}
+    for statement in module.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            defined[statement.name] = statement
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            defined[statement.targets[0].id] = statement
+    used, strings = [name], set()
+    for user in used:
+        for part in ast.walk(defined[user]):
+            if isinstance(part, ast.Constant):
+                strings.add(part.value)
+            elif isinstance(part, ast.Name) and part.id in defined and part.id not in used:
+                used.append(part.id)
+    return strings.issuperset(words.split())
+
+
 def test_every_option_in_help_has_a_test() -> None:
-    for command, options in shown_options().items():
-        tested = {word for words, _, _ in CASES.get(command, []) for word in words if word.startswith("--")}
-        assert {name.replace("_", "-") for name in options} - tested - ELSEWHERE.get(command, set()) == set(), command
+    arriving = {f"{command} {word}" for command, cases in CASES.items() for words, _, _ in cases for word in words}
+    assert shown_options().keys() - arriving == ELSEWHERE.keys()
+    for words, test in ELSEWHERE.items():
+        assert is_tested_by(test, words), f"{test} does without {words}"
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_every_command_has_help(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in app.group.list_commands(click.Context(app.group)):
+        assert app.run([command, word]) == 0
+        shown, told = capsys.readouterr()
+        assert shown.startswith(f"Usage: mpexec {command} [OPTIONS]")
+        assert told == ""
 
 
 def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callable[..., Given]) -> None:
@@ -196,6 +234,15 @@ def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callab
 LONG = "a" * 300
 DIGITS = "9" * 5000  # more than Python makes a number of
 BAD = [
+    ("generate --tp 0 x", "'--tp': 0"),
+    ("generate --tp -2 x", "'--tp': -2"),
+    ("generate --start-method teleport x", "'teleport'"),
+    ("generate --max-new-tokens 0 x", "'--max-new-tokens': 0"),
+    ("generate --max-new-tokens -5 x", "'--max-new-tokens': -5"),
+    ("generate --temperature -1 x", "'--temperature': '-1'"),
+    ("generate --temperature nan x", "'nan'"),
+    ("generate --temperature inf x", "'inf'"),
+    ("generate --seed -1 x", "'--seed': -1"),
     ("generate --top-k -1 x", "'--top-k': -1"),
     ("generate --top-k many x", "'many'"),
     ("generate --top-p 0 x", "'--top-p': '0'"),
@@ -215,6 +262,9 @@ BAD = [
     ("bench --prompt-tokens 0", "'--prompt-tokens': 0"),
     ("bench --max-new-tokens none", "'none'"),
     ("bench --prompt-tokens 1000 --max-new-tokens 1000", "1024 tokens that kjv-small allows"),
+    ("bench --seed 1.5", "'1.5'"),
+    ("bench --executor ray --start-method fork", "--start-method fork is for --executor mp"),
+    ("bench --executor ray --ray-address head", "'head' is not HOST:PORT"),
     ("bench --tp 3", "3 ranks"),
     ("bench --model /no/such/folder", "/no/such/folder"),
     ("bench --plot speed.pdf", "ends in .png"),
@@ -241,10 +291,33 @@ BAD = [
     ("stack 1", "MPEXEC_INSPECT=1"),
     ("completion", "bash|zsh|fish"),
     ("completion tcsh", "'tcsh'"),
+    ("serve --tp two", "'two'"),
+    ("serve --start-method exec", "'exec'"),
+    ("serve --port 65536", "'--port': 65536"),
     ("serve --max-slots 0", "'--max-slots': 0"),
+    ("serve --max-queue 0", "'--max-queue': 0"),
+    ("serve --max-length 1", "'--max-length': 1"),
     ("serve --drain-timeout -1", "'-1'"),
+    ("serve --stall-timeout inf", "'inf'"),
+    ("run --node-rank first x", "'first'"),
+    ("run --master-port 65536 x", "65536 is not in the range"),
+    ("run --max-restarts -1 x", "'--max-restarts'"),
+    ("run --shutdown-timeout nan x", "'nan'"),
     ("no-such-command", "no-such-command"),
 ]
+
+
+BAD_ELSEWHERE = {
+    "generate --prompts": "e2e/test_cli.py::test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts",
+    **dict.fromkeys(["serve --model", "serve --host"], "e2e/test_serve.py::test_bad_input_is_one_line_and_exit_code_2"),
+    **dict.fromkeys(
+        [
+            *("run --rdzv-backend", "run --log-dir", "run --redirects", "run --signals-to-handle", "run --env"),
+        ],
+        "e2e/test_run.py::test_bad_input_is_one_line_and_exit_code_2",
+    ),
+}
+ANY_VALUE_WILL_DO = {"serve --served-model-name", "run --master-addr", "run --rdzv-id", "run --role"}
 
 
 @pytest.mark.parametrize(
@@ -270,6 +343,14 @@ def test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts(
 def test_the_signals_that_are_handled_are_named_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["run", "--help"]) == 0
     assert "Default: SIGTERM, SIGINT, SIGHUP, SIGQUIT." in " ".join(capsys.readouterr().out.split())
+
+
+def test_every_option_with_a_value_has_a_bad_one_in_a_table() -> None:
+    tried = {f"{words.split()[0]} {word.partition('=')[0]}" for words, _ in BAD for word in words.split()}
+    with_value = {words for words, option in shown_options().items() if not option.is_flag}
+    assert with_value - tried == BAD_ELSEWHERE.keys() | ANY_VALUE_WILL_DO
+    for words, test in BAD_ELSEWHERE.items():
+        assert is_tested_by(test, words), f"{test} does without {words}"
 
 
 def test_a_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

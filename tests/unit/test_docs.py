@@ -1,14 +1,20 @@
-"""What the documentation names exists: tests behind promises, files, threads."""
+"""What the documentation names exists: tests behind promises, files, threads, extras, benchmarks."""
 
 from __future__ import annotations
 
+import configparser
 import re
 from pathlib import Path
+
+from mpexec.cli.checks import EXTRAS
+from tests.bench.__main__ import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "guarantees.md").read_text()
 PICTURE = (ROOT / "docs" / "how_it_works.md").read_text()
+README = (ROOT / "README.md").read_text()
 NOT_YET = {"5"}
+FOR_DEVELOPERS = {"test", "dev"}
 
 
 def named_tests() -> list[tuple[str, str]]:
@@ -51,3 +57,47 @@ def test_the_files_and_threads_of_the_picture_exist() -> None:
         assert any(str(path).endswith(f"/{name}") for path in sources), name
     for thread in re.findall(r"\bmpexec-[a-z]+(?:-[a-z]+)?", PICTURE):
         assert any(f'"{thread}' in text for text in sources.values()), thread
+
+
+def extras() -> dict[str, set[str]]:
+    """The extras of setup.cfg, each with all the packages that it brings."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    named = {name: text.split() for name, text in config["options.extras_require"].items()}
+
+    def packages(name: str) -> set[str]:
+        found: set[str] = set()
+        for one in named[name]:
+            inner = re.fullmatch(r"mpexec\[(.+)\]", one)
+            found |= set().union(*map(packages, inner[1].split(","))) if inner else {re.split(r"[<>=]", one)[0]}
+        return found
+
+    return {name: packages(name) for name in named if name not in FOR_DEVELOPERS}
+
+
+def test_the_extra_all_is_all_the_others() -> None:
+    every = extras()
+    assert every.pop("all") == set().union(*every.values())
+
+
+def test_the_readme_lists_the_extras_and_what_they_bring() -> None:
+    every = extras()
+    rows = dict(
+        re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", README.split("## Installing")[1].split("\n## ")[0], re.MULTILINE)
+    )
+    assert set(rows) == set(every)
+    for name in set(rows) - {"all"}:
+        said = re.findall(r"[\w-]+", rows[name].replace("those of `zmq`", "pyzmq msgspec"))
+        assert set(said) == every[name]
+
+
+def test_doctor_looks_for_every_extra() -> None:
+    every = extras()
+    assert set(EXTRAS) == set(every) - {"all"}
+    assert all(set(names) <= every[name] for name, names in EXTRAS.items())
+
+
+def test_every_benchmark_that_is_named_exists() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for part in re.findall(r"`tools/bench (\w+)", page.read_text()):
+            assert part in PARTS, f"{page}: {part}"

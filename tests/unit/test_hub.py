@@ -68,6 +68,9 @@ def test_a_model_that_is_half_in_the_cache_is_fetched_again(
     with pytest.raises(ConfigError, match=r"ConnectionError: no route to host"):
         resolve_model("owner/small")
     monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(folder))
+    with pytest.raises(ConfigError, match=r"owner/small has no \*\.safetensors, and other weights are not downloaded"):
+        resolve_model("owner/small")
+    shutil.copy(default_model_path() / "model.safetensors", folder)
     assert resolve_model("owner/small") == folder
 
 

@@ -1,5 +1,6 @@
 """Tokens from logits: greedy, drawn, and independent of company."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +161,10 @@ def test_log_probabilities_name_the_chosen_token_and_the_best() -> None:
     assert [value for _, value in found.top] == pytest.approx([wanted[1], wanted[2]])
     assert logprobs(logits, 0, 0).top == ()
     assert len(logprobs(logits, 0, 20).top) == 3
+
+
+def test_making_a_sampler_looks_at_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made within a step, and a temporary folder may hold any number of names."""
+    import_transformers()
+    monkeypatch.setattr(Path, "glob", lambda *_: pytest.fail("a folder was looked at"))
+    Sampler(Sampling(0.7, top_k=5, repetition_penalty=1.1))

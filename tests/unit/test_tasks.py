@@ -445,6 +445,19 @@ async def test_a_requested_stop_ends_the_wait_and_start_may_follow() -> None:
     await outer.stop_async()
 
 
+async def test_a_start_right_behind_a_requested_stop_starts_anew() -> None:
+    outer = Outer()
+    await outer.start_async()
+    outer.stop()
+    await outer.start_async()
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(outer.wait_tasks())
+    outer.inner.bad.set()
+    with pytest.raises(ValueError, match="inner"):
+        await bounded(waiting)
+    await outer.stop_async()
+
+
 async def test_stop_may_come_from_a_thread() -> None:
     outer = Outer()
     outer.start()
