@@ -221,5 +221,5 @@ def _count_weights(file: Path) -> int:
         if end > size:
             raise ValueError(f"{end} bytes are announced and {size} are there")
         return sum(math.prod(entry["shape"]) for entry in entries)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file} is not a whole safetensors file ({error}); copy the model again") from None
