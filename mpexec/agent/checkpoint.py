@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,19 +57,20 @@ def read_checkpoint(path: str | Path) -> CheckpointFacts:
     """Read the facts of the model in a local folder; weights are not read, only counted.
 
     Raises:
-        ConfigError: No such folder, no readable `config.json`, not a causal language model, or a key is missing.
+        ConfigError: No such folder, no readable `config.json`, not a causal language model, or a key is missing or of
+            no use.
     """
     folder = Path(path)
+    with _unreadable_is_refused():
+        return _read_facts(folder)
+
+
+def _read_facts(folder: Path) -> CheckpointFacts:
     config = _read_config(folder)
-    architectures = config.get("architectures") or []
-    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
-        raise ConfigError(
-            f"{folder} holds {architectures[0]}, which is not a causal language model; "
-            "use a folder whose config.json names a class that ends in ForCausalLM"
-        )
-    weights = weight_files(folder)
+    weights = _find_weights(folder)
     stored = [_count_weights(file) for file in weights if file.suffix == ".safetensors"]
     try:
+        _check_architecture(folder, config)
         heads = int(config["num_attention_heads"])
         return CheckpointFacts(
             path=folder,
@@ -83,17 +86,44 @@ def read_checkpoint(path: str | Path) -> CheckpointFacts:
             parameters=sum(stored) if stored else None,
             nbytes=sum(file.stat().st_size for file in weights),
         )
+    except ConfigError:
+        raise
     except KeyError as error:
         key = error.args[0]
         raise ConfigError(f"{folder / 'config.json'} has no {key!r}; it is no decoder that mpexec can run") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"a value in the JSON files of {folder} is none for a decoder: {error}") from None
+
+
+def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
+    names = list(map(str, config.get("architectures") or []))
+    if names and not any(name.endswith("ForCausalLM") for name in names):
+        raise ConfigError(
+            f"{folder} holds {names[0]}, which is not a causal language model; "
+            "use a folder whose config.json names a class that ends in ForCausalLM"
+        )
+
+
+@contextmanager
+def _unreadable_is_refused() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        name = error.filename or "the model"
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}; use a folder that you may read") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the files with the model's weights, in order: safetensors where there are any, else `.bin` files.
 
     Raises:
-        ConfigError: The folder's index cannot be read, or names a file that is not there.
+        ConfigError: Folder or index cannot be read, or the index names a file that is not there.
     """
+    with _unreadable_is_refused():
+        return _find_weights(folder)
+
+
+def _find_weights(folder: Path) -> list[Path]:
     for suffix, whole in (("safetensors", "model"), ("bin", "pytorch_model")):
         index = folder / f"{whole}.{suffix}.index.json"
         if index.is_file():
@@ -159,7 +189,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds a JSON {type(content).__name__}, not an object")
@@ -196,5 +226,5 @@ def _count_weights(file: Path) -> int:
         if end > size:
             raise ValueError(f"{end} bytes are announced and {size} are there")
         return sum(math.prod(entry["shape"]) for entry in entries)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file} is not a whole safetensors file ({error}); copy the model again") from None

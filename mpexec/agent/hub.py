@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +27,7 @@ def resolve_model(name: str | Path) -> Path:
         ConfigError: The model is neither here nor can be had; the message says why, and what to do.
     """
     path = Path(name)
-    if path.is_dir() or not _NAME.fullmatch(str(name)):
+    if os.path.isdir(path) or not _NAME.fullmatch(str(name)):
         return path
     try:
         hub = import_module("huggingface_hub")
@@ -34,12 +35,12 @@ def resolve_model(name: str | Path) -> Path:
         raise ConfigError(
             f"no model folder at {name}; models of the hub need huggingface_hub: pip install 'mpexec[hf]'"
         ) from None
-    cached = _cached(hub, str(name))
-    if cached is not None:
-        return cached
     try:
+        cached = _cached(hub, str(name))
+        if cached is not None:
+            return cached
         folder = _fetch(hub, str(name), local_files_only=False)
-    except Exception as error:  # of the network, of the hub or of the disk, from several libraries
+    except Exception as error:  # of the name, the network, the hub or the disk, from several libraries
         reason = _reason(hub, str(name), error)
         raise ConfigError(f"no model folder at {name}, and the hub's {name} cannot be had: {reason}") from error
     if not any(folder.glob("*.safetensors")):
@@ -55,7 +56,7 @@ def _cached(hub: Any, name: str) -> Path | None:
     try:
         folder = _fetch(hub, name, local_files_only=True)
         return folder if read_checkpoint(folder).nbytes else None
-    except (hub.errors.LocalEntryNotFoundError, ConfigError):
+    except (OSError, ConfigError):  # it is not there, or cannot be read
         return None
 
 
@@ -69,13 +70,15 @@ def _fetch(hub: Any, name: str, *, local_files_only: bool) -> Path:
 
 def _reason(hub: Any, name: str, error: Exception) -> str:
     """Say what is wrong and what helps."""
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, hub.errors.HFValidationError):
+        return f"{text} Check the name, or give a folder"
     if isinstance(error, hub.errors.GatedRepoError):
         return "its owner asks for your consent first; give it on the model's page and run `hf auth login`"
     if isinstance(error, hub.errors.RepositoryNotFoundError):
         return "the hub knows no such model, or it is private; check the name, or run `hf auth login`"
     if hub.constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set; unset it, or copy the model here and give its folder in place of {name}"
-    text = (str(error).splitlines() or [""])[0]
     return (
         f"{type(error).__name__}: {text}; connect to the network and try again, "
         f"or copy the model here and give its folder in place of {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -66,6 +67,7 @@ def group() -> None:
 def run(args: list[str] | None) -> int:
     """Run the command line and return its exit code; what goes wrong becomes one message on stderr."""
     _use_no_loggers()
+    _write_what_can_be_written()
     try:
         code = group.main(args, prog_name="mpexec", standalone_mode=False)
         _flush_stdout()
@@ -99,6 +101,12 @@ def _use_no_loggers() -> None:
     import logging
 
     logging.getLogger("mpexec").addHandler(logging.NullHandler())
+
+
+def _write_what_can_be_written() -> None:
+    """A character that stdout's encoding lacks becomes a question mark; on stderr Python sees to that by itself."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else it is not this process's own
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _flush_stdout() -> None:

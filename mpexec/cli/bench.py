@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import click
 
 from mpexec.cli.interrupt import run_interruptibly
 from mpexec.cli.options import check_executor, executor_options, find_model, length_option, model_options, stall_option
+from mpexec.cli.values import whole_number
+from mpexec.engine.files import is_writable
 from mpexec.errors import ConfigError
 
 _MOST_STREAMS = 1024
@@ -23,10 +24,10 @@ class Counts(click.ParamType[tuple[int, ...]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """The numbers, each once, ascending; or a usage error that names the value."""
-        words = [word.strip() for word in str(value).split(",")]
-        if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= _MOST_STREAMS for word in words):
+        numbers = {whole_number(word.strip(), most=_MOST_STREAMS) or 0 for word in str(value).split(",")}
+        if 0 in numbers:
             self.fail(f"{value!r} is no list of numbers from 1 to {_MOST_STREAMS}; for example 1,4,16.", param, ctx)
-        return tuple(sorted({int(word) for word in words}))
+        return tuple(sorted(numbers))
 
 
 @click.command(
@@ -118,6 +119,6 @@ def check_picture(file: str | None) -> Path | None:
         raise ConfigError(f"--plot {file}: give a file name that ends in .png")
     if find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is not installed, and --plot needs it: pip install 'mpexec[plot]'")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not is_writable(path):
         raise ConfigError(f"--plot {file} cannot be written: give a file in a folder that exists and is yours")
     return path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -12,7 +11,7 @@ import click
 from mpexec.cli import checks, machine
 from mpexec.cli.checks import Finding
 from mpexec.cli.progress import progress
-from mpexec.cli.report import ToldError
+from mpexec.cli.report import ToldError, print_json_line
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 _PACKAGES = tuple(chain.from_iterable(checks.EXTRAS.values()))
@@ -36,7 +35,7 @@ def command(as_json: bool) -> None:
     """
     worst = "ok"
     for finding in _findings():
-        click.echo(json.dumps(finding.as_dict(), ensure_ascii=False) if as_json else _line(finding))
+        print_json_line(finding.as_dict()) if as_json else click.echo(_line(finding))
         if finding.status == "fail":
             worst = "fail"
     if worst == "fail":

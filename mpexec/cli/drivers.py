@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mpexec.cli.report import complain
+from mpexec.cli.report import complain, printable
 from mpexec.deadline import Deadline
 from mpexec.errors import ConfigError
 from mpexec.executor.inspection_folder import InspectionFolder, peer_of, usual_places
@@ -37,7 +37,7 @@ class Driver:
     @property
     def command(self) -> str:
         """What it was started as, on one line."""
-        return _read(self.pid, "cmdline").replace("\0", " ").strip()
+        return printable(_read(self.pid, "cmdline").replace("\0", " ")).strip()
 
     def has_process(self, pid: int) -> bool:
         """True if it is that process, or one of its ranks is."""

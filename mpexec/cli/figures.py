@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-import click
+from mpexec.cli.report import print_json_line
 
 PERCENTS = (50, 90, 99)
 _ENOUGH = 100  # values, for the 99th percentile to be another one than the largest
@@ -111,7 +110,7 @@ def print_json(setting: Setting, level: Level) -> None:
         "tokens_per_second": round(level.tokens_per_second(), 1),
         **latencies,
     }
-    click.echo(json.dumps(figures, ensure_ascii=False))
+    print_json_line(figures)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -119,28 +118,30 @@ def _rounded(value: float | None) -> float | None:
 
 
 def print_table(setting: Setting, levels: Sequence[Level]) -> None:
-    """Print all levels: for a terminal in groups of percentiles, else one word for each column, for other programs."""
+    """Print all levels, a row for each percentile; for other programs every row is whole, and a cell is one word."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     names = list(levels[0].latencies())
     terminal = Console(highlight=False)
-    if not terminal.is_terminal:
-        columns = [f"{name.replace(' ', '-')}-p{percent}-ms" for name in names for percent in PERCENTS]
-        plain = Table("concurrency", "requests", "tokens/s", *columns, box=None, pad_edge=False)
-        for level in levels:
-            values = [_shown(value) for one in level.latencies().values() for value in one.values()]
-            plain.add_row(*_leading(level), *values)
-        Console(highlight=False, width=10_000).print(plain)
-        return
-    percents = " / ".join(f"p{percent}" for percent in PERCENTS)
-    table = Table(title=setting.title, box=None, pad_edge=False, padding=(0, 2), title_justify="left")
-    for column in ("streams", "requests", "tokens/s", *(f"{name}, ms\n{percents}" for name in names)):
-        table.add_column(column, justify="right")
+    if terminal.is_terminal:
+        title = Text(setting.title, "table.title")  # as it is: a string would be taken for markup
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 1))
+        headers = ["streams", "requests", "tokens/s", "", *(f"{name}\nms" for name in names)]
+    else:
+        terminal = Console(highlight=False, width=10_000)
+        table = Table(box=None, pad_edge=False)
+        headers = ["streams", "requests", "tokens/s", "percentile", *(f"{name.replace(' ', '-')}-ms" for name in names)]
+    for header in headers:
+        table.add_column(header, justify="right")
     for level in levels:
-        values = [" / ".join(_shown(value) for value in one.values()) for one in level.latencies().values()]
-        table.add_row(*_leading(level), *values)
-    if any(level.requests < _ENOUGH for level in levels):
+        leading, latencies = _leading(level), level.latencies()
+        for percent in PERCENTS:
+            table.add_row(*leading, f"p{percent}", *(_shown(latencies[name][percent]) for name in names))
+            if terminal.is_terminal:
+                leading = ("", "", "")
+    if terminal.is_terminal and any(level.requests < _ENOUGH for level in levels):
         table.caption = f"p99 of fewer than {_ENOUGH} requests is near the slowest of them"
         table.caption_justify = "left"
     terminal.print(table)

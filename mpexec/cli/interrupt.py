@@ -8,19 +8,20 @@ too, and the kernel ends its ranks.
 from __future__ import annotations
 
 import os
+import select
 import signal
-import sys
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import asyncio
 
 _CLEAN_UP_S = 0.8
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_TERMINAL_AS_IT_WAS = b"\r\x1b[K\x1b[?25h"  # a progress display has a line, and hides the cursor
 
 
 class Interrupted(Exception):
@@ -35,21 +36,23 @@ def end_on_signals() -> None:
     """From now on Ctrl-C and SIGTERM end the process at once: there is nothing to clean up yet."""
 
     def end(number: int, _frame: FrameType | None) -> None:
-        os._exit(128 + number)
+        _end_process(128 + number)
 
     for number in _SIGNALS:
         signal.signal(number, end)
 
 
+def _end_process(exit_code: int) -> NoReturn:
+    """End this process where it stands, with the terminal as it was before."""
+    with suppress(OSError):  # the terminal may have gone
+        if os.isatty(2) and select.select([], [2], [], 0)[1]:  # one that is held by Ctrl-S would keep us
+            os.write(2, _TERMINAL_AS_IT_WAS)
+    os._exit(exit_code)
+
+
 def end_process_in(seconds: float, exit_code: int) -> None:
     """End this process after a while, unless it has ended by then: no clean-up may outlast the user's patience."""
-
-    def end() -> None:
-        if sys.stderr is not None and sys.stderr.isatty():
-            os.write(2, b"\r\x1b[K\x1b[?25h")  # a progress display may have hidden the cursor
-        os._exit(exit_code)
-
-    timer = threading.Timer(seconds, end)
+    timer = threading.Timer(seconds, _end_process, args=(exit_code,))
     timer.daemon = True
     timer.start()
 
@@ -70,7 +73,7 @@ def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
 
         def interrupt(number: int, _frame: FrameType | None) -> None:
             if received:
-                os._exit(128 + number)
+                _end_process(128 + number)
             received.append(number)
             end_process_in(_CLEAN_UP_S, 128 + number)
             loop.call_soon_threadsafe(task.cancel)
@@ -103,7 +106,7 @@ def stop_on_signals() -> Iterator[asyncio.Event]:
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if received:
-            os._exit(128 + number)
+            _end_process(128 + number)
         received.append(number)
         loop.call_soon_threadsafe(stop.set)
 

@@ -9,12 +9,13 @@ import platform
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from mpexec.cli.child import run_python
 
 _TORCH_S = 60.0  # to import torch and to ask for its devices, on a machine that is busy
 _TORCH_FACTS = """
@@ -85,9 +86,7 @@ def read_versions(names: tuple[str, ...]) -> dict[str, str | None]:
 def read_torch() -> dict[str, Any]:
     """What torch says of itself and of its devices, in a process of its own; {"error": ...} where it does not."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH_FACTS], capture_output=True, text=True, timeout=_TORCH_S, check=False
-        )
+        done = run_python(_TORCH_FACTS, capture_output=True, timeout=_TORCH_S)
     except subprocess.TimeoutExpired:
         return {"error": f"importing torch takes more than {_TORCH_S:g} s"}
     if done.returncode:

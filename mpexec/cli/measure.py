@@ -13,7 +13,7 @@ from typing import Any
 from mpexec.cli.figures import Level, Setting, print_json, print_table
 from mpexec.cli.loading import STOP_TIMEOUT_S, AnyEngine, Loading
 from mpexec.cli.progress import ProgressLine, progress
-from mpexec.cli.report import complain
+from mpexec.cli.report import complain, printable
 from mpexec.config import EngineConfig
 from mpexec.engine.engine import SamplingParams
 from mpexec.errors import ConfigError
@@ -63,7 +63,7 @@ class Bench:
                 f"--prompt-tokens {prompt_tokens} and --max-new-tokens {max_new_tokens} are more than the "
                 f"{loading.plan.max_length} tokens {whose}"
             )
-        name = loading.plan.facts.path.resolve().name
+        name = printable(loading.plan.facts.path.resolve().name)
         where = (loading.executor, loading.dtype, loading.device)
         setting = Setting(name, tp, *where, prompt_tokens, max_new_tokens)
         return cls(
@@ -135,7 +135,7 @@ class Bench:
     async def _run_level(
         self, engine: AnyEngine, level: Level, draw: random.Random, new_tokens: int, line: ProgressLine
     ) -> None:
-        prompts = iter([self._prompt(draw) for _ in range(level.requests)])
+        prompts = (self._prompt(draw) for _ in range(level.requests))
         params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
         streams = [
             asyncio.create_task(self._stream(engine, level, prompts, params, line)) for _ in range(level.concurrency)
@@ -177,8 +177,8 @@ class Bench:
 
     def _place(self, level: Level) -> str:
         at = self.concurrency.index(level.concurrency) + 1
-        return f"concurrency {level.concurrency} ({at} of {len(self.concurrency)})"
+        return f"streams: {level.concurrency} ({at} of {len(self.concurrency)})"
 
     def _prompt(self, draw: random.Random) -> tuple[int, ...]:
-        size = self.loading.plan.facts.vocab_size
-        return tuple(draw.randrange(size) for _ in range(self.setting.prompt_tokens))
+        vocabulary = range(self.loading.plan.facts.vocab_size)
+        return tuple(draw.choices(vocabulary, k=self.setting.prompt_tokens))  # at once: streams wait meanwhile

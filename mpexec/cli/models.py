@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
+from mpexec.cli.report import print_json_line
 from mpexec.models import BundledModel, bundled_models
 
 
@@ -16,7 +15,7 @@ def command(as_json: bool) -> None:
     models = bundled_models()
     if as_json:
         for model in models:
-            click.echo(json.dumps(_plain(model), ensure_ascii=False))
+            print_json_line(_plain(model))
     else:
         _print_table(models)
 
@@ -33,11 +32,13 @@ def _plain(model: BundledModel) -> dict[str, object]:
 
 def _print_table(models: tuple[BundledModel, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
+    from rich.text import Text
 
-    table = Table("name", "parameters", "size", "description", "path", box=None, pad_edge=False)
+    path = Column("path", overflow="fold")
+    table = Table("name", "parameters", "size", "description", path, box=None, pad_edge=False)
     for model in models:
         millions, megabytes = f"{model.parameters / 1e6:.1f} M", f"{model.bytes / 1e6:.1f} MB"
-        table.add_row(model.name, millions, megabytes, model.description, str(model.path))
+        table.add_row(model.name, millions, megabytes, model.description, Text(str(model.path)))
     terminal = Console(highlight=False)
     terminal.print(table) if terminal.is_terminal else Console(highlight=False, width=10_000).print(table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 import click
@@ -237,7 +237,7 @@ def find_model(given: str | None) -> str | None:
     Raises:
         ConfigError: A name of neither.
     """
-    if given is None or Path(given).exists():
+    if given is None or not _is_missing(given):
         return given
     from mpexec.models import bundled_models
 
@@ -245,3 +245,14 @@ def find_model(given: str | None) -> str | None:
     if given not in by_name and "/" not in given:  # else it may be a hub's, or a longer path says enough
         raise ConfigError(f"no model folder at {given}; bundled: {', '.join(by_name)} (`mpexec models`)")
     return by_name.get(given, given)
+
+
+def _is_missing(path: str) -> bool:
+    """True if nothing has that path; what else is wrong with one is told by whoever reads it."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False

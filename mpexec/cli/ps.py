@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from mpexec.cli.drivers import Driver, find_drivers
-from mpexec.cli.report import complain
+from mpexec.cli.report import complain, print_json_line, printable
 
 
 @click.command(
@@ -41,16 +41,20 @@ def command(as_json: bool) -> None:
 def _print_json(driver: Driver) -> None:
     for executor in driver.executors or [{"error": driver.answer.get("error", "it has no executor any more")}]:
         facts = {"pid": driver.pid, "command": driver.command, **executor}
-        click.echo(json.dumps(facts, ensure_ascii=False))
+        print_json_line(facts)
 
 
 def _print(driver: Driver) -> None:
+    for line in _lines(driver):
+        click.echo(printable(line))
+
+
+def _lines(driver: Driver) -> Iterator[str]:
     if "error" in driver.answer:
-        click.echo(f"{driver.pid:>7}  {driver.answer['error']}  {driver.command}")
+        yield f"{driver.pid:>7}  {driver.answer['error']}  {driver.command}"
     for executor in driver.executors:
-        click.echo(f"{driver.pid:>7}  {_executor_words(executor)}  {driver.command}")
-        for rank in executor.get("ranks", []):
-            click.echo(_rank_line(rank))
+        yield f"{driver.pid:>7}  {_executor_words(executor)}  {driver.command}"
+        yield from map(_rank_line, executor.get("ranks", []))
 
 
 def _executor_words(executor: dict[str, Any]) -> str:

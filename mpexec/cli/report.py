@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from typing import Any
 
 from mpexec.errors import ConfigError, EngineStoppedError, RemoteTraceback, StartupError
 
@@ -37,6 +39,18 @@ def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
     except OSError:
         return  # nobody is left to tell; the exit code still does
+
+
+def print_json_line(value: Any) -> None:
+    """Print a value as one line of JSON to stdout, in UTF-8 whatever the locale is."""
+    import click
+
+    click.echo(json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace"))
+
+
+def printable(text: str) -> str:
+    """What somebody else has named, on one line, with nothing in it that a terminal would obey."""
+    return "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in text)
 
 
 def describe_failure(failure: BaseException) -> str:

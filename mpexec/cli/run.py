@@ -15,12 +15,14 @@ from typing import Any
 
 import click
 
+from mpexec.cli.child import run_python
 from mpexec.cli.report import complain
-from mpexec.cli.values import Number
+from mpexec.cli.values import Number, whole_number
 from mpexec.errors import ConfigError
 from mpexec.launcher import Job, Std, launch_job
 from mpexec.launcher.job import DEFAULT_GRACE_S, DEFAULT_SIGNALS
 
+_MOST_RANKS = 1_000_000  # on a machine, which has fewer process ids to give than four times as many
 _COUNTS = {
     "gpu": "torch.cuda.device_count()",
     "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
@@ -114,7 +116,8 @@ set by variables too, as for torchrun: PET_NPROC_PER_NODE=4. Unlike torchrun's, 
     "signals-to-handle",
     default=",".join(number.name for number in DEFAULT_SIGNALS),
     metavar="NAME,…",
-    help="Signals that are passed on to the ranks and end the job; a second one kills. Default: the usual four.",
+    help="Signals that are passed on to the ranks and end the job; a second one kills. Default: "
+    f"{', '.join(number.name for number in DEFAULT_SIGNALS)}.",
 )
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable for all ranks; may be given many times.")
 @hidden_options
@@ -206,7 +209,7 @@ def _command(script: str, args: tuple[str, ...], *, module: bool, no_python: boo
 
 
 def _machines(nnodes: str) -> int:
-    if not (found := re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)):
+    if not (found := re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", nnodes)):
         raise ConfigError(f"--nnodes is a number, not {nnodes!r}")
     least, most = int(found[1]), int(found[2] or found[1])
     if least != most:
@@ -215,15 +218,17 @@ def _machines(nnodes: str) -> int:
 
 
 def _ranks_here(nproc_per_node: str) -> int:
-    if nproc_per_node.isdecimal() and int(nproc_per_node) > 0:
-        return int(nproc_per_node)
+    if number := whole_number(nproc_per_node, most=_MOST_RANKS):
+        return number
     if nproc_per_node == "cpu":
         return len(os.sched_getaffinity(0))
     if nproc_per_node not in _COUNTS:
-        raise ConfigError(f"--nproc-per-node is a number, cpu, gpu, xpu or auto, not {nproc_per_node!r}")
+        raise ConfigError(
+            f"--nproc-per-node is a number from 1 to {_MOST_RANKS}, cpu, gpu, xpu or auto, not {nproc_per_node!r}"
+        )
     # in a process of its own: torch takes seconds to import, and whoever asks a GPU holds memory of it
     code = f"import os, torch; print({_COUNTS[nproc_per_node]})"
-    counted = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
+    counted = run_python(code, stdout=subprocess.PIPE)
     if counted.returncode or not counted.stdout.strip().isdecimal():
         raise ConfigError(f"--nproc-per-node {nproc_per_node}: torch could not count the devices")
     if not (count := int(counted.stdout)):
@@ -247,9 +252,10 @@ def _meeting_point(
         return "127.0.0.1", None
     if rdzv_endpoint:
         host, _, port = rdzv_endpoint.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
+        number = whole_number(port, most=65535)
+        if not host or number is None:
             raise ConfigError(f"--rdzv-endpoint is HOST:PORT, not {rdzv_endpoint!r}")
-        master_addr, master_port = host, int(port) or None
+        master_addr, master_port = host, number or None
     return master_addr.removeprefix("[").removesuffix("]"), master_port
 
 
@@ -257,7 +263,7 @@ def _streams(option: str, text: str, nproc: int) -> dict[int, Std]:
     """Torchrun's `3`, or `0:1,1:2`."""
     if re.fullmatch(r"[0-3]", text):
         return dict.fromkeys(range(nproc), Std(int(text)))
-    if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+    if re.fullmatch(r"\d{1,9}:[0-3](,\d{1,9}:[0-3])*", text):
         pairs = (entry.split(":") for entry in text.split(","))
         return {int(rank): Std(int(std)) for rank, std in pairs}
     raise ConfigError(f"{option} is 0, 1, 2 or 3, or RANK:N,RANK:N, not {text!r}")
@@ -266,7 +272,7 @@ def _streams(option: str, text: str, nproc: int) -> dict[int, Std]:
 def _local_ranks(text: str | None) -> frozenset[int] | None:
     if not text:
         return None
-    if not re.fullmatch(r"\d+(,\d+)*", text):
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text):
         raise ConfigError(f"--local-ranks-filter is RANK,RANK,…, not {text!r}")
     return frozenset(map(int, text.split(",")))
 

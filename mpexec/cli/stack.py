@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import click
 
 from mpexec.cli.drivers import Driver, find_drivers
-from mpexec.cli.report import ToldError, complain
+from mpexec.cli.report import ToldError, complain, print_json_line, printable
+from mpexec.cli.values import ProcessId
 from mpexec.errors import ConfigError
 
 
@@ -19,9 +19,9 @@ Examples:
   mpexec ps
   mpexec stack 12345
 \b
-Exit codes: 0 done, 1 the driver does not answer, 2 there is no such driver.""",
+Exit codes: 0 done, 1 the driver does not answer, or one that may be it, 2 there is no such driver.""",
 )
-@click.argument("pid", type=click.IntRange(min=1))
+@click.argument("pid", type=ProcessId())
 @click.option("--json", "as_json", is_flag=True, help="Print one object: pid, threads, and executors with their ranks.")
 def command(pid: int, as_json: bool) -> None:
     """Print what a driver and its ranks are doing right now: their Python stacks.
@@ -36,7 +36,7 @@ def command(pid: int, as_json: bool) -> None:
         complain(f"driver {driver.pid} {driver.answer.get('error', 'has ended')}")
         raise ToldError(1)
     if as_json:
-        click.echo(json.dumps(driver.answer, ensure_ascii=False))
+        print_json_line(driver.answer)
     else:
         _print(driver)
 
@@ -46,10 +46,15 @@ def _driver_of(pid: int) -> Driver:
 
     Raises:
         ConfigError: There is none.
+        ToldError: It may be one that does not answer; the message has been printed.
     """
-    for driver in find_drivers():
+    drivers = find_drivers()
+    for driver in drivers:
         if driver.has_process(pid):
             return driver
+    if silent := [f"driver {driver.pid} {driver.answer['error']}" for driver in drivers if "error" in driver.answer]:
+        complain(f"process {pid} belongs to no driver that answers; {'; '.join(silent)}")
+        raise ToldError(1)
     raise ConfigError(
         f"process {pid} has no executor that offers itself: `mpexec ps` lists those that do, and MPEXEC_INSPECT=1 in a "
         "program's environment makes it one"
@@ -59,7 +64,7 @@ def _driver_of(pid: int) -> Driver:
 def _print(driver: Driver) -> None:
     _title(f"driver {driver.pid}  {driver.command}")
     for thread in driver.answer["threads"]:
-        click.echo(f"thread {thread['name']}:\n{thread['stack']}")
+        click.echo(f"thread {printable(thread['name'])}:\n{thread['stack']}")
     for executor in driver.executors:
         _print_ranks(executor)
 
@@ -73,4 +78,4 @@ def _print_ranks(executor: dict[str, Any]) -> None:
 
 
 def _title(text: str) -> None:
-    click.secho(f"== {text}", bold=True)
+    click.secho(f"== {printable(text)}", bold=True)

@@ -7,6 +7,16 @@ from typing import Any
 
 import click
 
+_LARGEST_PID = 1 << 22  # that Linux can be made to use
+
+
+def whole_number(text: str, *, most: int) -> int | None:
+    """A number from 0 to `most` in ASCII digits; None for anything else, of any length."""
+    digits = text.lstrip("0") or text[:1]
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > len(str(most)):
+        return None
+    return number if (number := int(digits)) <= most else None
+
 
 class ClusterAddress(click.ParamType[str]):
     """Where a Ray cluster is: "auto", "local", or host and port."""
@@ -23,9 +33,22 @@ class ClusterAddress(click.ParamType[str]):
                 f"{text!r} is of Ray Client: run this command on a node of the cluster, with HOST:PORT.", param, ctx
             )
         host, _, port = text.rpartition(":")
-        if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not host or not whole_number(port, most=65535):
             self.fail(f"{text!r} is not HOST:PORT, 'auto' or 'local'; for example 10.0.0.1:6379.", param, ctx)
         return text
+
+
+class ProcessId(click.ParamType[int]):
+    """The number of a process, which there need not be."""
+
+    name = "process id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number, or a usage error that names the value."""
+        number = whole_number(str(value), most=_LARGEST_PID)
+        if not number:
+            self.fail(f"{value!r} is no process id: give one that `mpexec ps` shows.", param, ctx)
+        return number
 
 
 class Number(click.ParamType[float]):

@@ -8,6 +8,7 @@ did not, the engine fails.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpexec.engine.engine_loop import EngineLoop
+from mpexec.engine.files import absolute
 from mpexec.engine.health import RankHealth
 from mpexec.engine.request import RequestManager
 from mpexec.engine.scheduler import Pace
@@ -212,19 +214,21 @@ def portable(weights: Weights) -> str | dict[str, Any]:
     """Weights as they can go to the ranks: an absolute path, or tensors in this machine's own memory.
 
     Raises:
-        ConfigError: No such file or folder, or values that are no tensors.
+        ConfigError: No such file or folder, no tensors, or values that are none.
     """
     if isinstance(weights, str | Path):
-        path = Path(weights).expanduser().absolute()
-        if not path.exists():
+        path = absolute(weights)
+        if not os.path.exists(path):  # or none that may be looked at; that of pathlib raises then
             raise ConfigError(f"there is no file or folder {path}: give safetensors files, or a state dict")
         return str(path)
-    torch = sys.modules.get("torch")  # who has no torch has no tensors either
-    if not isinstance(weights, Mapping) or not weights or torch is None:
+    if not isinstance(weights, Mapping):
         raise ConfigError(f"weights must be a path or a state dict with tensors, not {type(weights).__name__}")
+    if not weights:
+        raise ConfigError("the weights are an empty state dict: give tensors, or the path of safetensors files")
+    torch = sys.modules.get("torch")  # who has no torch has no tensors either
     found: dict[str, Any] = {}
     for name, tensor in weights.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        if not isinstance(name, str) or torch is None or not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"weights must map names to tensors, not {name!r} to a {type(tensor).__name__}")
         found[name] = tensor.detach().to("cpu")
     return found

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from mpexec.engine.files import absolute, is_writable, write_whole
 from mpexec.errors import ConfigError
 
 _ID_SPAN = 1 << 36  # ids of one rank's arrows are below it
@@ -50,10 +50,10 @@ def check_file(path: str | Path) -> Path:
     """The absolute path of a file that can be written.
 
     Raises:
-        ConfigError: Its folder is not there, or it is a folder itself.
+        ConfigError: Its folder is not there or not writable, its name is no file's, or it is a folder itself.
     """
-    file = Path(path).expanduser().absolute()
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
+    file = absolute(path)
+    if not is_writable(file):
         raise ConfigError(f"a profile cannot be written to {file}: name a file in a folder that is there and writable")
     return file
 
@@ -72,12 +72,7 @@ def write_trace(file: Path, traces: Sequence[bytes], pids: Sequence[int]) -> Non
     content = json.dumps(merge([json.loads(trace) for trace in traces], pids), separators=(",", ":")).encode()
     if file.suffix == ".gz":
         content = gzip.compress(content, compresslevel=3)
-    half = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        half.write_bytes(content)
-        half.replace(file)
-    finally:
-        half.unlink(missing_ok=True)
+    write_whole(file, content)
 
 
 def merge(traces: Sequence[Mapping[str, Any]], pids: Sequence[int]) -> dict[str, Any]:

@@ -125,7 +125,8 @@ class InspectionFolder:
         try:
             self.connect(name).close()
         except ConnectionRefusedError:
-            self.remove(name)
+            with contextlib.suppress(OSError):  # a folder of that name, for example, is let be
+                self.remove(name)
             return True
         except BlockingIOError:
             return False

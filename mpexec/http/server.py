@@ -34,8 +34,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot serve on {host!r}: {error.strerror or error}; choose another --host") from error
+    except (OSError, UnicodeError) as error:  # the latter for what can be no name, such as "a..b"
+        reason = error.strerror or error if isinstance(error, OSError) else "it is no host name"
+        raise ConfigError(f"cannot serve on {host!r}: {reason}; choose another --host") from error
     try:
         # Connections of an earlier server that the kernel still remembers do not keep the next one from starting.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
+from mpexec.engine.files import absolute
 from mpexec.engine.operations import Weights
 from mpexec.engine.profiling import profiling
 from mpexec.engine.request import Generation
@@ -113,7 +114,7 @@ class EngineClient(TaskOwner):
             raise ConfigError(
                 "this engine runs in another process: save the state dict to a safetensors file, and name it"
             )
-        await self._operate("update_params", _absolute(weights), drain, drain_timeout)
+        await self._operate("update_params", str(absolute(weights)), drain, drain_timeout)
 
     def profile(
         self, path: str | Path, *, record_shapes: bool = False, with_stack: bool = False
@@ -127,7 +128,7 @@ class EngineClient(TaskOwner):
 
     async def stop_profile_async(self, path: str | Path) -> Path:
         """As `Engine.stop_profile_async`; the file is written on the engine's machine."""
-        return Path(await self._operate("stop_profile", _absolute(path)))
+        return Path(await self._operate("stop_profile", str(absolute(path))))
 
     async def _operate(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the engine that may take as long as it likes; what ends it otherwise is the engine's end."""
@@ -291,10 +292,6 @@ def stopped_error(root: BaseException) -> EngineStoppedError:
     stopped = EngineStoppedError(f"the engine has stopped after {type(root).__name__}: {root}")
     stopped.__cause__ = root
     return stopped
-
-
-def _absolute(path: str | Path) -> str:
-    return str(Path(path).expanduser().absolute())
 
 
 def _not_started() -> WrongStateError:

@@ -68,7 +68,7 @@ def end_of(process: subprocess.Popen[bytes], since: float) -> tuple[int, str, fl
     """Wait for the end: exit code, stderr without what is said anyway or with --verbose, seconds since a moment."""
     _, stderr = process.communicate(timeout=60)
     took = time.monotonic() - since
-    usual = re.compile(r"mpexec\.\S+: |mpexec: (rank \d is |loading \S+ on \d ranks|concurrency )")
+    usual = re.compile(r"mpexec\.\S+: |mpexec: (rank \d is |loading \S+ on \d ranks|streams: )")
     lines = [line for line in stderr.decode().splitlines() if not usual.match(line)]
     return process.returncode, "\n".join(lines), took
 

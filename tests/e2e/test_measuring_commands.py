@@ -39,7 +39,7 @@ def test_bench_measures_each_concurrency_and_draws_it(tmp_path: Path) -> None:
         assert 0 < level["between_tokens_ms"]["p50"] <= level["between_tokens_ms"]["p99"]
     told = (
         "mpexec: loading kjv-small on 2 ranks\n"
-        "mpexec: concurrency 1 (1 of 2): 4 requests\nmpexec: concurrency 3 (2 of 2): 4 requests\n"
+        "mpexec: streams: 1 (1 of 2): 4 requests\nmpexec: streams: 3 (2 of 2): 4 requests\n"
     )
     if plot:
         assert done.stderr == f"{told}mpexec: drawn: {picture}\n"

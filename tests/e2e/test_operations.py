@@ -275,10 +275,12 @@ async def test_weights_that_every_rank_refuses_leave_the_engine_as_it_was(make: 
         assert await tokens(engine, 1) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("weights", ["/no/such/file", {}, {"a": 1}, {1: None}, None, 3])
+@pytest.mark.parametrize(
+    "weights", ["/no/such/file", "", "a" * 300, "~nobody-here/x", {}, {"a": 1}, {1: None}, None, 3]
+)
 async def test_weights_that_are_none_are_refused_before_anything_stops(make: MakeEngine, weights: Any) -> None:
     async with make() as engine:
-        with pytest.raises(ConfigError, match=r"no file or folder|weights must"):
+        with pytest.raises(ConfigError, match=r"no file or folder|weights must|an empty state dict"):
             await engine.update_params_async(weights)
 
 

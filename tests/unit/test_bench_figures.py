@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,66 +58,139 @@ def test_json_has_one_object_for_a_level(capsys: pytest.CaptureFixture[str]) -> 
     assert figures["complete"] is True
 
 
-def test_a_piped_table_has_one_word_in_each_column(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_piped_table_has_one_word_in_each_column_and_a_row_for_each_percentile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_table(SETTING, [level(1), level(2, answered=3)])
-    header, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert len(header) == len(first) == len(second) == 12
-    row = dict(zip(header, second, strict=True))
-    assert row["concurrency"] == "2"
-    assert row["requests"] == "3/4"
-    assert row["tokens/s"] == "8.0"
-    assert row["first-token-p50-ms"] == "250"
-    assert row["between-tokens-p99-ms"] == "10.0"
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert max(map(len, [header, *rows])) < 100
+    table = [dict(zip(header.split(), row.split(), strict=True)) for row in rows]
+    assert [(row["streams"], row["percentile"]) for row in table] == [
+        (streams, percentile) for streams in ("1", "2") for percentile in ("p50", "p90", "p99")
+    ]
+    assert (table[3]["requests"], table[3]["tokens/s"]) == ("3/4", "8.0")
+    assert table[3]["first-token-ms"] == "250"
+    assert table[5]["between-tokens-ms"] == "10.0"
 
 
-def test_a_terminal_gets_the_model_and_groups_of_percentiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_80_columns_gets_the_model_as_it_is_named_and_no_row_in_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it as being at a terminal
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     import click
 
+    slow = level(1024)
+    slow.tokens, slow.end_to_end_s = 1_000_000, [12345.6] * 4
+
     @click.command
     def shown() -> None:
-        print_table(SETTING, [level()])
+        print_table(replace(SETTING, model="my[red]model"), [level(), slow])
 
-    text = CliRunner().invoke(shown).output
-    assert "kjv-small, TP 2, bfloat16 on cpu, 8 prompt tokens, 4 new tokens" in text
-    assert "250 / 370 / 397" in text
-    assert "p99 of fewer than 100 requests is near the slowest of them" in text
+    text = re.sub(r"\x1b\[[0-9;]*m", "", CliRunner().invoke(shown).output)
+    title, _, _, *rows, footnote = text.splitlines()
+    assert title.rstrip() == "my[red]model, TP 2, bfloat16 on cpu, 8 prompt tokens, 4 new tokens"
+    assert [row.split() for row in rows] == [
+        ["2", "4", "8.0", "p50", "250", "10.0", "1000"],
+        ["p90", "370", "10.0", "1000"],
+        ["p99", "397", "10.0", "1000"],
+        ["1024", "4", "500000.0", "p50", "250", "10.0", "12345600"],
+        ["p90", "370", "10.0", "12345600"],
+        ["p99", "397", "10.0", "12345600"],
+    ]
+    assert footnote.rstrip() == "p99 of fewer than 100 requests is near the slowest of them"
 
 
 def test_nothing_between_tokens_where_there_is_one_token(capsys: pytest.CaptureFixture[str]) -> None:
     alone = level()
     alone.inter_token_s = []
     print_table(SETTING, [alone])
-    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert dict(zip(header, row, strict=True))["between-tokens-p50-ms"] == "-"
+    header, row, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert dict(zip(header, row, strict=True))["between-tokens-ms"] == "-"
 
 
 DRAW = """
-import sys
+import dataclasses, sys, warnings
 from pathlib import Path
 from test_bench_figures import SETTING, level
-from mpexec.cli.plot import draw
+from matplotlib.figure import Figure
+from mpexec.cli import plot
 from PIL import Image
 
+folder = Path(sys.argv[1])
 for number, levels in enumerate([[level(1), level(4), level(64)], [level(3)]]):
-    file = Path(sys.argv[1], f"{number}.png")
-    draw(SETTING, levels, file)
+    file = folder / f"{number}.png"
+    plot.draw(SETTING, levels, file)
     with Image.open(file) as picture:
         print(picture.format, picture.size)
+
+for name in ("w" * 250, "\u65e5\u672c" * 40, "a_$model$_^2"):
+    plot.draw(dataclasses.replace(SETTING, model=name), [level()], file)
+    figure = plot._figure(dataclasses.replace(SETTING, model=name), [level()])
+    with warnings.catch_warnings(action="ignore"):
+        title = figure._suptitle.get_window_extent(figure.canvas.get_renderer())
+    print("inside" if 0 < title.x0 < title.x1 < figure.bbox.width else title, figure._suptitle.get_parse_math())
+
+for streams in ([1, 4, 8], [2**n for n in range(11)], range(1, 17), [1000, 1024], [3]):
+    figure = plot._figure(SETTING, [level(number) for number in streams])
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    apart = all(left.x1 < right.x0 for left, right in zip(boxes, boxes[1:]))
+    print(apart, *(label.get_text() for label in axes.get_xticklabels()))
+
+def interrupted(figure, file, **options):
+    file.write(b"half")
+    raise KeyboardInterrupt
+
+Figure.savefig, before = interrupted, file.read_bytes()
+for drawn in (file, folder / "new.png"):
+    try:
+        plot.draw(SETTING, [level()], drawn)
+    except KeyboardInterrupt:
+        print(file.read_bytes() == before, sorted(file.name for file in folder.glob("*.*")))
 """
 
 
-@pytest.mark.slow
-def test_the_picture_of_many_levels_or_one_is_large_enough_to_read(tmp_path: Path) -> None:
-    """In a process of its own: matplotlib keeps its fonts open."""
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the script prints, in a process of its own: matplotlib keeps its fonts open."""
+    folder = tmp_path_factory.mktemp("pictures")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    environment["MPLCONFIGDIR"] = str(tmp_path)
+    environment["MPLCONFIGDIR"] = str(tmp_path_factory.mktemp("matplotlib"))
     done = subprocess.run(
-        [sys.executable, "-c", DRAW, str(tmp_path)], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-c", DRAW, str(folder)], capture_output=True, text=True, check=False, env=environment
     )
-    assert done.stdout.splitlines() == ["PNG (1650, 750)"] * 2, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "Glyph" not in done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_picture_of_many_levels_or_one_is_large_enough_to_read(drawn: list[str]) -> None:
+    assert drawn[:2] == ["PNG (1650, 750)"] * 2
+
+
+@pytest.mark.slow
+def test_a_name_of_any_length_and_script_is_inside_the_picture_and_no_formula(drawn: list[str]) -> None:
+    assert drawn[2:5] == ["inside False"] * 3
+
+
+@pytest.mark.slow
+def test_levels_that_lie_close_have_no_numbers_over_each_other(drawn: list[str]) -> None:
+    assert drawn[5:10] == [
+        "True 1 4 8",
+        "True 1 2 4 8 16 32 64 128 256 512 1024",
+        "True 1 2 3 5 7 9 12 16",
+        "True 1000 1024",
+        "True 3",
+    ]
+
+
+@pytest.mark.slow
+def test_drawing_that_is_interrupted_leaves_the_picture_of_before_or_none(drawn: list[str]) -> None:
+    assert drawn[10:] == ["True ['0.png', '1.png']"] * 2
 
 
 # -- a whole run, with an engine that answers at once ------------------------------------------------------------------
@@ -189,8 +264,8 @@ async def test_a_pipe_is_told_of_each_level_as_it_begins(engine_of: Any, capsys:
     engine_of(Counting())
     await bench(concurrency=(1, 8)).run_async()
     assert capsys.readouterr().err.splitlines() == [
-        "mpexec: concurrency 1 (1 of 2): 5 requests",
-        "mpexec: concurrency 8 (2 of 2): 8 requests",
+        "mpexec: streams: 1 (1 of 2): 5 requests",
+        "mpexec: streams: 8 (2 of 2): 8 requests",
     ]
 
 
@@ -202,6 +277,22 @@ async def test_the_same_seed_sends_the_same_prompts(engine_of: Any) -> None:
         await bench(seed=seed).run_async()
         sent.append(engine.prompts)
     assert sent[0] == sent[1] != sent[2]
+
+
+async def test_a_prompt_is_drawn_when_its_request_is_sent(engine_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, drawn, ahead = Bench._prompt, [0], []
+
+    def counted(self: Bench, random: Any) -> tuple[int, ...]:
+        drawn[0] += 1
+        ahead.append(drawn[0] - engine.begun)
+        return draw(self, random)
+
+    monkeypatch.setattr(Bench, "_prompt", counted)
+    engine = Counting()
+    engine_of(engine)
+    await bench(requests=50).run_async()
+    assert engine.begun == drawn[0] == 3 + 50 + 50
+    assert set(ahead) == {1}
 
 
 async def test_the_engine_has_room_for_the_largest_level_and_no_more(engine_of: Any) -> None:
@@ -236,7 +327,7 @@ async def test_a_run_that_is_cancelled_prints_what_was_measured_until_then(
         assert 0 < second["requests"] < 5
         assert 4 * second["requests"] <= second["tokens"] < 20
     else:
-        _, first_row, second_row = (line.split() for line in lines)
-        assert first_row[1] == "5"
-        assert second_row[1].endswith("/5")
+        rows = [line.split() for line in lines[1:]]
+        assert [row[1] == "5" for row in rows] == [True] * 3 + [False] * 3
+        assert all(row[1].endswith("/5") for row in rows[3:])
     assert engine.running == 0

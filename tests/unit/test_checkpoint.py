@@ -1,5 +1,6 @@
 """Facts of model folders, and what is refused before any rank starts."""
 
+import errno
 import json
 import math
 import struct
@@ -94,6 +95,42 @@ def test_folders_that_cannot_be_used_are_refused_with_the_reason(tmp_path: Path)
     write(tmp_path).joinpath("model.safetensors").write_bytes(b"version https://git-lfs")
     with pytest.raises(ConfigError, match=r"not a whole safetensors file"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_a_file_that_may_not_be_read_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write(tmp_path, generation={})
+    write_index(tmp_path, "one.safetensors")
+    read = Path.read_text
+
+    def refuse(file: Path, **options: Any) -> str:
+        if file.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return read(file, **options)
+
+    write_weights(tmp_path / "one.safetensors", {"tensor0": [1]})
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/{name} cannot be read: Permission denied; use "):
+        read_checkpoint(tmp_path)
+
+
+def test_a_path_that_cannot_be_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for read in (read_checkpoint, weight_files):
+        with pytest.raises(ConfigError, match=r"aaaa.* cannot be read: File name too long; use "):
+            read(tmp_path / ("a" * 300))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_attention_heads": "many"}, {"num_hidden_layers": [3]}, {"num_attention_heads": 0}, {"architectures": 3},
+     {"architectures": [3]}, {"layer_types": [3], "sliding_window": 3}, {"vocab_size": math.inf}],
+    ids=str,
+)  # fmt: skip
+def test_values_of_no_use_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        read_checkpoint(write(tmp_path, **changes))
 
 
 def test_the_index_says_which_files_belong_to_the_model(tmp_path: Path) -> None:

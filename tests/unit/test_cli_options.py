@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
+import json
 import re
 import signal
 import sys
@@ -21,7 +23,7 @@ from mpexec.cli import app
 from mpexec.cli.loading import Loading
 from mpexec.config import EngineConfig
 from mpexec.errors import ConfigError
-from mpexec.models import default_model_path
+from mpexec.models import BundledModel, default_model_path
 
 Given = dict[str, Any]
 Case = tuple[list[str], str, Any]  # options, the value's name, the value
@@ -261,6 +263,8 @@ def test_options_of_drawing_without_a_temperature_are_said_to_have_no_effect(
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
+LONG = "a" * 300
+DIGITS = "9" * 5000  # more than Python makes a number of
 BAD = [
     ("generate --tp 0 x", "'--tensor-parallel-size': 0"),
     ("generate --tp -2 x", "'--tensor-parallel-size': -2"),
@@ -314,13 +318,25 @@ BAD = [
     ("bench --model /no/such/folder", "/no/such/folder"),
     ("bench --plot speed.pdf", "ends in .png"),
     ("bench --plot /no/such/folder/speed.png", "cannot be written"),
+    (f"bench --plot {LONG}.png", "cannot be written"),
+    ("bench --plot /proc/speed.png", "cannot be written"),
+    (f"bench --model {LONG}", "File name too long"),
+    (f"generate --model {LONG} x", "File name too long"),
     ("bench an-argument", "an-argument"),
     ("doctor --fix", "--fix"),
     ("doctor now", "now"),
     ("ps 12", "12"),
     ("stack", "PID"),
-    ("stack 0", "0 is not in the range"),
-    ("stack init", "'init'"),
+    ("stack 0", "'0' is no process id"),
+    ("stack init", "'init' is no process id"),
+    (f"stack {DIGITS}", "is no process id"),
+    (f"bench --concurrency {DIGITS}", "is no list of numbers"),
+    (f"generate --executor ray --ray-address host:{DIGITS} x", "is not HOST:PORT"),
+    (f"run --no-python --nproc-per-node {DIGITS} true", "--nproc-per-node is a number from 1 to"),
+    (f"run --no-python --nnodes {DIGITS} true", "--nnodes is a number"),
+    (f"run --no-python --rdzv-endpoint host:{DIGITS} true", "--rdzv-endpoint is HOST:PORT"),
+    (f"run --no-python --tee {DIGITS}:1 true", "--tee is 0, 1, 2 or 3"),
+    (f"run --no-python --local-ranks-filter {DIGITS} true", "--local-ranks-filter is RANK"),
     ("stack 1", "MPEXEC_INSPECT=1"),
     ("completion", "bash|zsh|fish"),
     ("completion tcsh", "'tcsh'"),
@@ -347,8 +363,7 @@ BAD_ELSEWHERE = {
     "serve --host": "e2e/test_serve.py::test_bad_input_is_one_line_and_exit_code_2",
     **dict.fromkeys(
         [
-            *("run --nproc-per-node", "run --nnodes", "run --rdzv-backend", "run --rdzv-endpoint", "run --log-dir"),
-            *("run --redirects", "run --tee", "run --local-ranks-filter", "run --signals-to-handle", "run --env"),
+            *("run --rdzv-backend", "run --log-dir", "run --redirects", "run --signals-to-handle", "run --env"),
         ],
         "e2e/test_run.py::test_bad_input_is_one_line_and_exit_code_2",
     ),
@@ -356,7 +371,9 @@ BAD_ELSEWHERE = {
 ANY_VALUE_WILL_DO = {"serve --served-model-name", "run --master-addr", "run --rdzv-id", "run --role"}
 
 
-@pytest.mark.parametrize("words, told", BAD, ids=[words for words, _ in BAD])
+@pytest.mark.parametrize(
+    "words, told", BAD, ids=[words.replace(LONG, "a...").replace(DIGITS, "9...") for words, _ in BAD]
+)
 def test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts(
     words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -374,6 +391,11 @@ def test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts(
     assert told in line
 
 
+def test_the_signals_that_are_handled_are_named_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["run", "--help"]) == 0
+    assert "Default: SIGTERM, SIGINT, SIGHUP, SIGQUIT." in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_option_with_a_value_has_a_bad_one_in_a_table() -> None:
     tried = {f"{words.split()[0]} {word.partition('=')[0]}" for words, _ in BAD for word in words.split()}
     with_value = {words for words, option in shown_options().items() if not option.is_flag}
@@ -388,6 +410,28 @@ def test_a_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr("mpexec.cli.bench.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'mpexec\[plot\]'"):
         check_picture("speed.png")
+
+
+# -- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_characters_that_stdout_lacks_are_question_marks_and_json_has_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = BundledModel("kjv", Path("/模/[bold]x"), "…", 1, 1)
+    monkeypatch.setattr("mpexec.cli.models.bundled_models", lambda: (model,))
+    assert b"\xe2" not in written_to_latin_1(monkeypatch, "run", "--help")
+    assert b"/?/[bold]x" in written_to_latin_1(monkeypatch, "models")
+    assert json.loads(written_to_latin_1(monkeypatch, "models", "--json"))["path"] == str(model.path)
+
+
+def written_to_latin_1(monkeypatch: pytest.MonkeyPatch, *words: str) -> bytes:
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+        assert app.run(list(words)) == 0
+        sys.stdout.flush()
+        return written.getvalue()
 
 
 # -- completion --------------------------------------------------------------------------------------------------------

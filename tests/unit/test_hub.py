@@ -45,7 +45,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_a_folder_is_taken_as_it_is_and_an_impossible_name_left_to_the_reader(tmp_path: Path) -> None:
     assert resolve_model(tmp_path) == tmp_path
-    for name in ("absent", "./absent/model", "/absent/model", "a/b/c", "../absent"):
+    for name in ("absent", "./absent/model", "/absent/model", "a/b/c", "../absent", "a" * 300):
         assert resolve_model(name) == Path(name)
 
 
@@ -80,6 +80,12 @@ def test_a_model_that_cannot_be_had_is_named_with_the_remedy(hub: Any, monkeypat
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"owner/large cannot be had: HF_HUB_OFFLINE is set; unset it, or copy"):
         resolve_model("owner/large")
+
+
+def test_a_name_that_no_model_of_the_hub_has_is_refused(hub: Any) -> None:
+    for name in ("owner/small..er", "owner/" + "a" * 100):
+        with pytest.raises(ConfigError, match=r"cannot be had: .* Check the name, or give a folder"):
+            resolve_model(name)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

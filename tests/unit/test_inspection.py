@@ -207,10 +207,11 @@ def test_sockets_of_drivers_that_have_ended_are_swept(place: Path, looked: Looke
         os.utime(place / ".4-00000000.sock", (0, 0))
         (place / ".5-00000000.sock").touch()  # of a driver that is about to listen
         (place / "notes.txt").touch()
+        (place / "124-aaaaaaaa.sock").mkdir()  # nobody's
         assert name in os.listdir(place)
         assert len(find_drivers()) == 1
         assert sorted(os.listdir(place))[0] == ".5-00000000.sock"
-        assert len(os.listdir(place)) == 3
+        assert len(os.listdir(place)) == 4
 
 
 def test_a_driver_that_does_not_answer_is_listed_with_what_the_kernel_says(
@@ -233,12 +234,30 @@ def test_stack_of_a_driver_that_does_not_answer_is_one_message_and_exit_code_1(
         listening, name = folder.listen()
         with listening:
             assert run(["stack", str(os.getpid())]) == 1
+            assert run(["stack", "77"]) == 1  # which may be a rank of it
             assert run(["ps"]) == 0
         folder.remove(name)
     shown, complaint = capsys.readouterr()
-    assert complaint.startswith(f"mpexec: driver {os.getpid()} does not answer within 0.05 s")
-    assert len(complaint.splitlines()) == 1
+    of_driver, of_rank = complaint.splitlines()
+    assert of_driver.startswith(f"mpexec: driver {os.getpid()} does not answer within 0.05 s")
+    assert f"process 77 belongs to no driver that answers; driver {os.getpid()} does not answer" in of_rank
     assert f"{os.getpid()}  does not answer within 0.05 s" in shown
+
+
+def test_ps_has_one_line_for_each_whatever_a_driver_calls_its_things(
+    looked: Looked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = {"rank": 0, "pid": 77, "method": "do\rwn", "node": "\x1b[31mred"}
+    facts = {"kind": "mp", "state": "BROKEN", "calls_in_flight": 0, "root_cause": "one\ntwo", "ranks": [rank]}
+    monkeypatch.setattr(looked, "describe", lambda: facts)
+    monkeypatch.setattr(drivers, "_read", lambda pid, name: "python\0-c\0import x\n\x1b]0;title\x07x\u2028y")
+    assert run(["ps"]) == 0
+    of_driver, of_rank = capsys.readouterr().out.splitlines()
+    assert of_driver.endswith("(one two)  2 ranks  0 in flight  python -c import x ?]0;title?x y")
+    assert "?[31mred" in of_rank
+    assert "do wn" in of_rank
+    assert run(["stack", str(os.getpid())]) == 0
+    assert not {"\x1b", "\r"} & set(capsys.readouterr().out)
 
 
 def test_only_the_driver_that_is_meant_is_asked(looked: Looked) -> None:

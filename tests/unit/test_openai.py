@@ -447,6 +447,6 @@ def test_of_two_servers_that_load_for_the_same_port_the_second_is_told() -> None
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    for host in ("256.1.1.1", "no such host", "192.0.2.1"):
+    for host in ("256.1.1.1", "no such host", "192.0.2.1", "a..b", "ü" * 70):
         with pytest.raises(ConfigError, match=host):
             bind(host, 0)

@@ -48,7 +48,7 @@ def test_a_trace_is_written_whole_and_compressed_where_its_name_says_so(tmp_path
     assert sorted(os.listdir(tmp_path)) == ["trace.json", "trace.json.gz"]
 
 
-@pytest.mark.parametrize("path", ["", "missing/trace.json"])
+@pytest.mark.parametrize("path", ["", "missing/trace.json", "a" * 300, "a\0b", "/proc/trace.json", "~nobody-here/x"])
 def test_a_place_where_no_file_can_be_is_refused(tmp_path: Path, path: str) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         check_file(tmp_path / path)
