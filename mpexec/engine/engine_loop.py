@@ -51,7 +51,7 @@ class Counters:
         prompt_tokens: Tokens of the prompts accepted.
         generated_tokens: New tokens handed out.
         steps: Steps of the model.
-        interrupted: Running requests ended by `interrupt`.
+        interrupted: Ended by `interrupt`, or by the end of the loop, its failure included.
     """
 
     requests: int = 0
@@ -77,7 +77,7 @@ class EngineLoop(TaskOwner):
 
     Args:
         executor: Runs an agent that understands `mpexec.agent.steps`; started and stopped by the loop.
-        new_scheduler: Makes an empty scheduler for each start; its argument is the id of the first step.
+        new_scheduler: Makes an empty scheduler for each start and after each end; its argument is the id of the first step.
         requests: Opened and closed by the loop.
 
     Attributes:
@@ -108,9 +108,7 @@ class EngineLoop(TaskOwner):
 
     def _open(self, tasks: TaskSet) -> None:
         self._requests.open()
-        self.scheduler = self._new_scheduler(self.scheduler.next_step_id)
-        self.scheduler.pace = self._pace
-        self.telemetry.reset()
+        self._forget_requests()  # of a loop that was closed before it came to an end
         self.at_rest = asyncio.Event()
         self._started = tasks
         self._end = None
@@ -125,6 +123,14 @@ class EngineLoop(TaskOwner):
             (self._response_loop(), "response_loop"),
         ):
             self._start_own(tasks, _raising_root_cause(work), name)
+
+    def _forget_requests(self) -> None:
+        """The tasks are gone: nothing that is under way will be answered to the end. Again, it changes nothing."""
+        done = self.counters
+        done.interrupted = done.requests - done.finished - done.cancelled - done.refused
+        self.scheduler = self._new_scheduler(self.scheduler.next_step_id)
+        self.scheduler.pace = self._pace
+        self.telemetry.reset()
 
     def _start_own(self, tasks: TaskSet, work: Coroutine[Any, Any, None], name: str) -> None:
         task = tasks.start(work, name=name)
@@ -301,6 +307,7 @@ class EngineLoop(TaskOwner):
         be passed on where it hides no root cause.
         """
         if self._end is None:
+            self._forget_requests()
             self._end = asyncio.create_task(self._end_executor(tasks.failure), name="EngineLoop.end_executor")
         interrupted = False
         while not self._end.done():

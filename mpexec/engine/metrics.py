@@ -24,7 +24,7 @@ class Metrics:
         waiting: Requests that wait for a slot now.
         tokens_per_second: New tokens per second over the last ten seconds.
         interrupted: Requests that had not ended when an operation (`sleep_async`, `update_params_async`) had waited
-            for them as long as it was to.
+            for them as long as it was to, or when the engine was stopped or failed.
         queue_wait: From the arrival of a request to the step that takes in the beginning of its prompt.
         time_to_first_token: From its arrival to its first token.
         inter_token: Between two tokens of a request.

@@ -102,7 +102,7 @@ class EngineService(TaskOwner):
 
     async def stop_engine(self) -> None:
         """Stop the engine's tasks; every open request hears of it. `start_engine` may follow."""
-        await self._engine.stop_async()
+        await self._operate(self._engine.stop_async())
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, priority: int = 0, wait: bool = False
@@ -138,7 +138,7 @@ class EngineService(TaskOwner):
         await self._operate(self._engine.update_params_async(path, drain=drain, drain_timeout=drain_timeout))
 
     async def _operate(self, operation: Coroutine[Any, Any, None]) -> None:
-        """Clients hear of the state when an operation begins and when it has ended."""
+        """Clients hear of state and counts when an operation begins and when it has ended."""
         self._changed.set()
         try:
             await operation

@@ -316,6 +316,38 @@ async def test_a_failure_before_anybody_waits_is_still_raised_to_every_waiter(st
     assert stack.executor.verbs == ["start", "stop", "release"]
 
 
+@pytest.mark.parametrize("end", ["stop", "failure"])
+async def test_requests_that_an_end_cuts_short_count_as_interrupted_and_are_not_under_way_any_more(end: str) -> None:
+    stack = Stack(max_slots=2)
+    counts = stack.loop.counters
+
+    def ended() -> tuple[int, ...]:
+        under_way = stack.loop.scheduler.running + stack.loop.scheduler.waiting
+        assert counts.requests == counts.finished + counts.cancelled + counts.refused + counts.interrupted + under_way
+        return counts.finished, counts.cancelled, counts.refused, counts.interrupted, under_way
+
+    async with asyncio.timeout(30), stack.loop:
+        await stack.answer(1, new=1)
+        requests = [stack.post(n, new=500) for n in (1, 2, 3, 4, 999_999)]
+        await requests[0].receive_async()
+        stack.requests.post_cancel(requests[3])
+        await requests[4].receive_async()
+        await requests[0].receive_async()
+        assert ended() == (1, 1, 1, 0, 3)
+        if end == "stop":
+            await stack.loop.stop_async()
+        else:
+            stack.executor.lose(OSError("rank lost"))
+            with pytest.raises(OSError, match="rank lost"):
+                await stack.loop.wait_tasks()
+        assert ended() == (1, 1, 1, 3, 0)
+        await stack.loop.stop_async()
+        if end == "stop":
+            await stack.loop.start_async()
+            await stack.answer(1, new=1)
+            assert ended() == (2, 1, 1, 3, 0)
+
+
 async def test_stop_ends_wait_tasks_normally_answers_requests_and_may_be_followed_by_start(stack: Stack) -> None:
     waiter = asyncio.create_task(stack.loop.wait_tasks())
     request = stack.post(1, new=500)
