@@ -396,7 +396,7 @@ class Engine(TaskOwner):
         ends in `.gz`. Steps are slower meanwhile.
 
         Args:
-            path: Of the file; an old one is replaced.
+            path: Of the file; an old one is replaced, and a link is followed.
             record_shapes: Note the shapes of the operators' arguments.
             with_stack: Note where in Python they were called.
 

@@ -77,7 +77,8 @@ class EngineLoop(TaskOwner):
 
     Args:
         executor: Runs an agent that understands `mpexec.agent.steps`; started and stopped by the loop.
-        new_scheduler: Makes an empty scheduler for each start and after each end; its argument is the id of the first step.
+        new_scheduler: Makes an empty scheduler for each start and after each end; its argument is the id of the first
+            step.
         requests: Opened and closed by the loop.
 
     Attributes:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
+import secrets
+import stat
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -47,14 +49,22 @@ async def profiling(engine: Profiled, path: str | Path, **options: bool) -> Asyn
 
 
 def check_file(path: str | Path) -> Path:
-    """The absolute path of a file that can be written.
+    """The absolute path of a file that can be written, of links that to which they lead.
 
     Raises:
-        ConfigError: Its folder is not there, or it is a folder itself.
+        ConfigError: Its folder is not there or cannot be written to, or what is there already is no regular file.
     """
-    file = Path(path).expanduser().absolute()
-    if file.is_dir() or not os.access(file.parent, os.W_OK):
-        raise ConfigError(f"a profile cannot be written to {file}: name a file in a folder that is there and writable")
+    try:
+        file = Path(path).expanduser().resolve()
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(file.stat().st_mode):
+                raise OSError("what is there is no regular file")
+        # A trial, as no flag of a folder tells whether a file can be made in it. What is found out later is too late.
+        tempfile.TemporaryFile(dir=file.parent).close()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # also of links in a circle, and of what is no path
+        raise ConfigError(
+            f"a profile cannot be written to {str(path)!r} ({error}): name a file in a folder that is there and writable"
+        ) from None
     return file
 
 
@@ -72,7 +82,7 @@ def write_trace(file: Path, traces: Sequence[bytes], pids: Sequence[int]) -> Non
     content = json.dumps(merge([json.loads(trace) for trace in traces], pids), separators=(",", ":")).encode()
     if file.suffix == ".gz":
         content = gzip.compress(content, compresslevel=3)
-    half = file.with_name(f".{file.name}.{os.getpid()}")
+    half = file.with_name(f".mpexec-{secrets.token_hex(8)}")  # short, whatever the length of the name
     try:
         half.write_bytes(content)
         half.replace(file)
