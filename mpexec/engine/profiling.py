@@ -62,9 +62,8 @@ def check_file(path: str | Path) -> Path:
         # A trial, as no flag of a folder tells whether a file can be made in it. What is found out later is too late.
         tempfile.TemporaryFile(dir=file.parent).close()
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # also of links in a circle, and of what is no path
-        raise ConfigError(
-            f"a profile cannot be written to {str(path)!r} ({error}): name a file in a folder that is there and writable"
-        ) from None
+        remedy = "name a file in a folder that is there and writable"
+        raise ConfigError(f"a profile cannot be written to {str(path)!r} ({error}): {remedy}") from None
     return file
 
 

@@ -456,7 +456,7 @@ def test_health_is_503_while_no_step_ends_and_200_when_steps_go_on(start: Callab
 
 @pytest.mark.slow
 def test_health_is_503_while_the_engine_does_not_answer_and_200_when_it_does(start: Callable[..., Served]) -> None:
-    served = start("--stall-timeout", "1", "--tp", "1", command=COMMAND).wait_ready()  # F070: it was idle when it came to a halt
+    served = start("--stall-timeout", "1", "--tp", "1", command=COMMAND).wait_ready()  # F070
     children = psutil.Process(served.process.pid).children(recursive=True)
     (engine,) = [child for child in children if child.name() == "mpexec-engine"]
     engine.suspend()
