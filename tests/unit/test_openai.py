@@ -160,6 +160,8 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
         ("stop", ["a", ""]),
         ("stop", ["a"] * 17),
         ("stop", "a" * 257),
+        ("stop", ["a", "\ud800"]),
+        ("max_tokens", 10**20),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", 5),
         ("logprobs", 21),
