@@ -100,12 +100,15 @@ class EngineLoop(TaskOwner):
         self._end: asyncio.Task[BaseException | None] | None = None
 
     def tokens_per_second(self) -> float:
-        """New tokens per second over the last ten seconds, or over the time since the first of them."""
+        """New tokens per second over the last ten seconds; over the time since the first of these tokens if that is less.
+
+        A second at least: one step is no measure.
+        """
         now = time.monotonic()
         recent = [(at, tokens) for at, tokens in self._tokens_at if now - at <= _RATE_WINDOW_S]
         if not recent:
             return 0.0
-        return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1e-3)
+        return sum(tokens for _, tokens in recent) / max(now - recent[0][0], 1.0)
 
     def _open(self, tasks: TaskSet) -> None:
         self._requests.open()

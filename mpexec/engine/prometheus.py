@@ -27,7 +27,10 @@ _COUNTERS = {
 _GAUGES = {
     "running": ("mpexec_requests_running", "Requests that have a slot now."),
     "waiting": ("mpexec_requests_waiting", "Requests that wait for a slot now."),
-    "tokens_per_second": ("mpexec_tokens_per_second", "New tokens per second over the last ten seconds."),
+    "tokens_per_second": (
+        "mpexec_tokens_per_second",
+        "New tokens per second since the first token in the last ten seconds.",
+    ),
 }
 _HISTOGRAMS = {
     "queue_wait": ("mpexec_queue_wait_seconds", "From a request's arrival to the step that begins its prompt."),

@@ -184,6 +184,19 @@ async def test_requests_are_batched_and_each_gets_its_own_tokens(stack: Stack) -
     assert stack.loop.tokens_per_second() > 0
 
 
+@pytest.mark.parametrize(
+    "ages, rate",
+    [((60.0, 11.0), 0.0), ((11.0, 4.0, 2.0), 4.0), ((9.0, 4.0, 2.0), 24 / 9), ((0.5, 0.2), 16.0), ((), 0.0)],
+)
+def test_the_rate_of_tokens_is_over_ten_seconds_or_since_the_first_token_but_over_a_second_at_least(
+    ages: tuple[float, ...], rate: float
+) -> None:
+    loop = Stack().loop
+    now = time.monotonic()
+    loop._tokens_at.extend((now - age, 8) for age in ages)
+    assert loop.tokens_per_second() == pytest.approx(rate, rel=0.1)
+
+
 async def test_an_idle_loop_uses_no_cpu(stack: Stack) -> None:
     await stack.answer(1)
     before = time.process_time()
