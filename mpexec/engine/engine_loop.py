@@ -100,9 +100,9 @@ class EngineLoop(TaskOwner):
         self._end: asyncio.Task[BaseException | None] | None = None
 
     def tokens_per_second(self) -> float:
-        """New tokens per second over the last ten seconds; over the time since the first of these tokens if that is less.
+        """New tokens per second since the first token in the last ten seconds, and over a second at least.
 
-        A second at least: one step is no measure.
+        One step alone would be no measure.
         """
         now = time.monotonic()
         recent = [(at, tokens) for at, tokens in self._tokens_at if now - at <= _RATE_WINDOW_S]

@@ -29,7 +29,7 @@ _GAUGES = {
     "waiting": ("mpexec_requests_waiting", "Requests that wait for a slot now."),
     "tokens_per_second": (
         "mpexec_tokens_per_second",
-        "New tokens per second since the first token in the last ten seconds.",
+        "New tokens per second, of the last ten seconds at most.",
     ),
 }
 _HISTOGRAMS = {
