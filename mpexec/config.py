@@ -236,13 +236,17 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "max_queue", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: use at least 1")
-        if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(f"max_length={self.max_length!r}: use at least 2 tokens, or None")
+            if not _is_whole(value := getattr(self, name)) or value < 1:
+                raise ConfigError(f"{name}={value!r}: use an integer of at least 1")
+        if self.max_length is not None and (not _is_whole(self.max_length) or self.max_length < 2):
+            raise ConfigError(f"max_length={self.max_length!r}: use an integer of at least 2 tokens, or None")
         _positive("stop_timeout", self.stop_timeout)
         if self.stall_timeout is not None:
             _positive("stall_timeout", self.stall_timeout)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _positive(name: str, seconds: Any) -> None:

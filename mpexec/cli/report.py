@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mpexec.errors import EngineStoppedError, RemoteTraceback
+from mpexec.errors import ConfigError, EngineStoppedError, RemoteTraceback, StartupError
 
 
 class ReaderGoneError(Exception):
@@ -39,6 +39,8 @@ def describe_failure(failure: BaseException) -> str:
     """What happened, for people: the root cause, with its notes and the traceback of the rank it comes from."""
     if isinstance(failure, EngineStoppedError) and failure.__cause__ is not None:
         failure = failure.__cause__
+    if isinstance(failure, StartupError) and isinstance(failure.__cause__, ConfigError):
+        return f"StartupError: {failure}"  # it says what to do, and where in the code that was found tells nobody more
     lines: list[str] = []
     prefix = ""
     error: BaseException | None = failure
