@@ -245,6 +245,17 @@ class EngineConfig:
             _positive("stall_timeout", self.stall_timeout)
 
 
+def check_flags(**flags: Any) -> None:
+    """Refuse what is neither True nor False, by its name.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: use True or False")
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from mpexec.agent.checkpoint import CheckpointFacts, check_tensor_parallel, read_checkpoint
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.steps import TokenLogprobs
-from mpexec.config import EngineConfig, WorkerSpec
+from mpexec.config import EngineConfig, WorkerSpec, check_flags
 from mpexec.engine.engine_loop import EngineLoop
 from mpexec.engine.health import Health, RankHealth
 from mpexec.engine.metrics import Metrics
@@ -409,8 +409,9 @@ class Engine(TaskOwner):
         """Begin to profile all ranks, between two steps; `stop_profile_async` ends it.
 
         Raises:
-            ConfigError: The ranks are being profiled already.
+            ConfigError: The ranks are being profiled already, or a value is neither True nor False.
         """
+        check_flags(record_shapes=record_shapes, with_stack=with_stack)
         self._is_profiled = True
         await self.executor.collective_rpc_async(start_profile, (record_shapes, with_stack), reply_ranks=())
 

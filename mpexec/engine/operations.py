@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpexec.config import check_flags
+from mpexec.deadline import Deadline
 from mpexec.engine.engine_loop import EngineLoop
 from mpexec.engine.health import RankHealth
 from mpexec.engine.request import RequestManager
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from mpexec.executor.base import Executor
 
 Weights = str | Path | Mapping[str, Any]
+_MAX_LEVEL = 100  # no agent knows so many
 
 
 class Operations:
@@ -73,6 +76,7 @@ class Operations:
 
     async def sleep_async(self, level: int, drain_timeout: float | None) -> None:
         """See `Engine.sleep_async`."""
+        level, drain_timeout = sleep_level(level), drain_seconds(drain_timeout)
         async with self._turn:
             if self.state == "asleep":
                 return
@@ -89,6 +93,8 @@ class Operations:
 
     async def update_params_async(self, weights: Weights, drain: bool, drain_timeout: float | None) -> None:
         """See `Engine.update_params_async`."""
+        drain_timeout = drain_seconds(drain_timeout)
+        check_flags(drain=drain)
         given = await in_thread(lambda: portable(weights), name="mpexec-weights")
         async with self._turn:
             if self.state == "asleep":
@@ -116,8 +122,6 @@ class Operations:
     @asynccontextmanager
     async def _ranks_free(self, what: str, pace: Pace, drain_timeout: float | None) -> AsyncIterator[None]:
         """No step is under way inside. Requests go on afterwards, unless the engine is asleep then."""
-        if drain_timeout is not None and not drain_timeout >= 0:
-            raise ConfigError(f"drain_timeout={drain_timeout!r}: use seconds of at least 0, or None to wait")
         self._check_serving()
         self.state = "draining"
         self._loop.set_pace(pace)
@@ -208,6 +212,30 @@ class Operations:
         return len(errors) == self._executor.world_size and all(isinstance(e, ConfigError | ValueError) for e in errors)
 
 
+def sleep_level(level: Any) -> int:
+    """How deep to sleep, as it can go to the ranks.
+
+    Raises:
+        ConfigError: It is no number that an agent may know.
+    """
+    if not isinstance(level, int) or isinstance(level, bool) or not 0 <= level <= _MAX_LEVEL:
+        raise ConfigError(f"level={level!r}: use an integer from 0 to {_MAX_LEVEL}; the agent knows which")
+    return int(level)
+
+
+def drain_seconds(drain_timeout: Any) -> float | None:
+    """How long to wait for requests that run; None is for as long as it takes, and so is more than a year.
+
+    Raises:
+        ConfigError: It is no time.
+    """
+    try:
+        is_endless = Deadline.after(drain_timeout).at_ns is None
+    except ConfigError:
+        raise ConfigError(f"drain_timeout={drain_timeout!r}: use seconds of at least 0, or None to wait") from None
+    return None if is_endless else float(drain_timeout)
+
+
 def portable(weights: Weights) -> str | dict[str, Any]:
     """Weights as they can go to the ranks: an absolute path, or tensors in this machine's own memory.
 
@@ -215,8 +243,12 @@ def portable(weights: Weights) -> str | dict[str, Any]:
         ConfigError: No such file or folder, or values that are no tensors.
     """
     if isinstance(weights, str | Path):
-        path = Path(weights).expanduser().absolute()
-        if not path.exists():
+        try:
+            path = Path(weights).expanduser().absolute()
+            is_there = path.exists()
+        except (OSError, RuntimeError, ValueError) as error:  # no such home, no name for a file, a closed folder
+            raise ConfigError(f"weights={str(weights)!r} cannot be looked at: {error}") from None
+        if not is_there:
             raise ConfigError(f"there is no file or folder {path}: give safetensors files, or a state dict")
         return str(path)
     torch = sys.modules.get("torch")  # who has no torch has no tensors either

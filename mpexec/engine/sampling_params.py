@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mpexec.agent.steps import Sampling
-from mpexec.config import LEAST_SCALE, is_temperature
+from mpexec.config import LEAST_SCALE, check_flags, is_temperature
 from mpexec.errors import ConfigError
 
 MAX_STOPS = 16
@@ -66,7 +66,7 @@ class SamplingParams:
         self._check("logprobs",
                     self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
                     f"None or an integer from 0 to {MAX_LOGPROBS}")  # fmt: skip
-        self._check("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
+        check_flags(ignore_eos=self.ignore_eos)
         self._take_stops()
         self._take_plain_numbers()
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mpexec.config import check_flags
 from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
-from mpexec.engine.operations import Weights
+from mpexec.engine.operations import Weights, drain_seconds, sleep_level
 from mpexec.engine.profiling import profiling
 from mpexec.engine.request import Generation
 from mpexec.errors import ConfigError, ConnectionLostError, EngineStoppedError, WrongStateError
@@ -98,7 +99,7 @@ class EngineClient(TaskOwner):
 
     async def sleep_async(self, level: int = 1, *, drain_timeout: float | None = None) -> None:
         """As `Engine.sleep_async`."""
-        await self._operate("sleep", level, drain_timeout)
+        await self._operate("sleep", sleep_level(level), drain_seconds(drain_timeout))
 
     async def wakeup_async(self) -> None:
         """As `Engine.wakeup_async`."""
@@ -116,7 +117,8 @@ class EngineClient(TaskOwner):
             raise ConfigError(
                 "this engine runs in another process: save the state dict to a safetensors file, and name it"
             )
-        await self._operate("update_params", _absolute(weights), drain, drain_timeout)
+        check_flags(drain=drain)
+        await self._operate("update_params", _absolute(weights), drain, drain_seconds(drain_timeout))
 
     def profile(
         self, path: str | Path, *, record_shapes: bool = False, with_stack: bool = False
@@ -126,6 +128,7 @@ class EngineClient(TaskOwner):
 
     async def start_profile_async(self, *, record_shapes: bool = False, with_stack: bool = False) -> None:
         """As `Engine.start_profile_async`."""
+        check_flags(record_shapes=record_shapes, with_stack=with_stack)
         await self._operate("start_profile", record_shapes=record_shapes, with_stack=with_stack)
 
     async def stop_profile_async(self, path: str | Path) -> Path:
@@ -296,7 +299,13 @@ def stopped_error(root: BaseException) -> EngineStoppedError:
 
 
 def _absolute(path: str | Path) -> str:
-    return str(Path(path).expanduser().absolute())
+    """A path as the engine can be told it; a ConfigError for what is none."""
+    try:
+        absolute = str(Path(path).expanduser().absolute())
+        absolute.encode()
+    except (RuntimeError, TypeError, ValueError) as error:  # no such home, or a name that is no text
+        raise ConfigError(f"{str(path)!r} is no path that the engine can be told: {error}") from None
+    return absolute
 
 
 def _not_started() -> WrongStateError:
