@@ -219,7 +219,7 @@ class EngineConfig:
     Attributes:
         max_slots: Requests decoded together.
         max_queue: Requests that may wait for a slot; one more raises `QueueFullError`, unless it asks to wait.
-        max_length: Tokens of prompt and answer together; None means the model's context length.
+        max_length: Tokens of prompt and answer together; None is what the model allows, but no more than 4096.
         prefill_chunk: Tokens of prompts that one step takes in, so that a long prompt does not hold up running answers
             for longer than that. A longer prompt is cut into pieces; a shorter one is not.
         stop_timeout: Seconds that `stop` may take.

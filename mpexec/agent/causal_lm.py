@@ -310,7 +310,7 @@ class CausalLMAgent(ModelAgent):
 
 
 def _resolve_length(facts: CheckpointFacts, wanted: int | None) -> int:
-    most = min(facts.context_length, facts.sliding_window or facts.context_length)
+    most = facts.longest
     if wanted is None:
         return min(most, DEFAULT_MAX_LENGTH)
     if not 2 <= wanted <= most:

@@ -119,8 +119,15 @@ class ModelPlan:
             token_ids = (self.tokenizer or Tokenizer.load(self.facts.path)).encode(prompt)
         else:
             token_ids = tuple(prompt)
-        check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
+        check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size, limit=self._limit())
         return token_ids
+
+    def _limit(self) -> str:
+        """The limit of a text for people, and what could raise it."""
+        if self.max_length >= self.facts.longest:
+            return f"{self.max_length} tokens"
+        default = "the default; " if self.max_length == _DEFAULT_MAX_LENGTH else ""
+        return f"{self.max_length} tokens ({default}max_length raises it up to {self.facts.longest})"
 
     def text_stream(self, params: SamplingParams) -> TextStream | None:
         """What makes the text of one answer; None for a model without tokenizer.
@@ -174,11 +181,10 @@ def _has_tokenizers() -> bool:
 
 
 def _max_length(facts: CheckpointFacts, config: EngineConfig) -> int:
-    most = min(facts.context_length, facts.sliding_window or facts.context_length)
     if config.max_length is None:
-        return min(most, _DEFAULT_MAX_LENGTH)
-    if config.max_length > most:
-        raise ConfigError(f"max_length={config.max_length}: {facts.path.name} allows 2 to {most} tokens")
+        return min(facts.longest, _DEFAULT_MAX_LENGTH)
+    if config.max_length > facts.longest:
+        raise ConfigError(f"max_length={config.max_length}: {facts.path.name} allows 2 to {facts.longest} tokens")
     return config.max_length
 
 

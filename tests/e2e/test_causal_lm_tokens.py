@@ -309,7 +309,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_remedy(tmp_path: Path)
     ).save_pretrained(tmp_path)
     agent = CausalLMAgent(str(tmp_path))
     agent.world_size = 2
-    with pytest.raises(ConfigError, match=r"opt models have no tensor-parallel plan .* world_size=1"):
+    with pytest.raises(ConfigError, match=r"opt models have no tensor-parallel plan .* world_size=1 \(--tp 1\)"):
         agent.build_model()
 
 
