@@ -1,4 +1,4 @@
-"""Operations: values that cannot work are refused by name, before anything is done."""
+"""Operations of an engine: values that cannot work are refused by name, before anything is done."""
 
 from __future__ import annotations
 
