@@ -55,12 +55,13 @@ class Bench:
             ConfigError: Names the value and the remedy.
         """
         loading = Loading.prepare(model, tp, **options)
-        if prompt_tokens + max_new_tokens > loading.plan.max_length:
+        facts = loading.plan.facts
+        if prompt_tokens + max_new_tokens > facts.longest:
             raise ConfigError(
                 f"--prompt-tokens {prompt_tokens} and --max-new-tokens {max_new_tokens} are more than the "
-                f"{loading.plan.max_length} tokens that {loading.plan.facts.path.name} allows together"
+                f"{facts.longest} tokens that {facts.path.name} allows together"
             )
-        name = printable(loading.plan.facts.path.resolve().name)
+        name = printable(facts.path.resolve().name)
         setting = Setting(name, tp, loading.executor, prompt_tokens, max_new_tokens)
         return cls(
             loading=loading,

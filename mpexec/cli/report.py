@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from mpexec.errors import EngineStoppedError, RemoteTraceback
+from mpexec.errors import ConfigError, EngineStoppedError, RemoteTraceback, StartupError
 
 
 class ReaderGoneError(Exception):
@@ -53,6 +53,8 @@ def describe_failure(failure: BaseException) -> str:
     """What happened, for people: the root cause, with its notes and the traceback of the rank it comes from."""
     if isinstance(failure, EngineStoppedError) and failure.__cause__ is not None:
         failure = failure.__cause__
+    if isinstance(failure, StartupError) and isinstance(failure.__cause__, ConfigError):
+        return f"StartupError: {failure}"  # it says what to do, and where in the code that was found tells nobody more
     lines: list[str] = []
     prefix = ""
     error: BaseException | None = failure
