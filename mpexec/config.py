@@ -12,6 +12,8 @@ from mpexec.errors import ConfigError
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
 START_METHODS: tuple[StartMethod, ...] = ("spawn", "forkserver", "fork")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")  # of the weights and the cache of a language model
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class WorkerSpec:
             raise ConfigError(f"agent must be a ModelAgent class or a callable that makes one, not {self.agent!r}")
         if self.start_method not in START_METHODS:
             raise ConfigError(f"start_method={self.start_method!r}: use one of {', '.join(START_METHODS)}")
-        if self.device not in ("auto", "cpu", "cuda"):
+        if self.device not in DEVICES:
             raise ConfigError(f"device={self.device!r}: use 'auto', 'cpu' or 'cuda'; each rank takes its own index")
         for name in ("init_timeout", "stop_timeout", "collective_timeout"):
             _positive(name, getattr(self, name))
@@ -139,6 +141,7 @@ class WorkerSpec:
 
 
 # The limits of sampling stand here, where the command line finds them without the engine.
+MAX_LOGPROBS = 20
 LEAST_SCALE = 1e-5  # of a temperature above 0, and of a penalty: scores divided by less may overflow
 
 

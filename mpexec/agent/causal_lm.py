@@ -26,9 +26,9 @@ from mpexec.agent.loading import ModelSource, build_model, load_model, open_weig
 from mpexec.agent.residence import Residence
 from mpexec.agent.sampling import Sampler, choose, logprobs
 from mpexec.agent.steps import Prefill, StepInput, StepOutput
+from mpexec.config import DTYPES
 from mpexec.errors import ConfigError
 
-DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_MAX_LENGTH = 4096
 # Prompts are run together up to this many tokens. More would gain little and need memory for their activations.
 TOGETHER = 2048

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mpexec.cli.interrupt import run_interruptibly
-from mpexec.cli.options import check_executor, executor_options, find_model, model_options
+from mpexec.cli.options import check_executor, executor_options, find_model, length_option, model_options, stall_option
 from mpexec.cli.values import whole_number
 from mpexec.engine.files import is_writable
 from mpexec.errors import ConfigError
@@ -84,6 +84,13 @@ until then is printed in any case.""",
     help="Print one object a line for each number, as soon as it is measured, with all latencies in milliseconds.",
 )
 @click.option("--plot", type=click.Path(), metavar="FILE.png", help="Draw speed and latencies into a picture, too.")
+@length_option
+@click.option(
+    "--max-slots",
+    type=click.IntRange(min=1),
+    help="Requests that are computed together; the others wait. Default: as many as the largest of --concurrency.",
+)
+@stall_option
 @click.pass_context
 def command(context: click.Context, /, model: str | None, plot: str | None, **options: Any) -> None:
     """Measure a model on this machine: latencies and tokens a second for several numbers of streams.

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from mpexec.cli.report import print_json_line
 
 PERCENTS = (50, 90, 99)
+_ENOUGH = 100  # values, for the 99th percentile to be another one than the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Setting:
     model: str
     tp: int
     executor: str
+    dtype: str
+    device: str
     prompt_tokens: int
     new_tokens: int
 
@@ -25,7 +28,8 @@ class Setting:
     def title(self) -> str:
         """For people, on one line."""
         sizes = f"{self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens"
-        return f"{self.model}, TP {self.tp}, {sizes}"
+        where = "" if self.device == "auto" else f" on {self.device}"
+        return f"{self.model}, TP {self.tp}, {self.dtype}{where}, {sizes}"
 
 
 @dataclass(slots=True)
@@ -137,6 +141,9 @@ def print_table(setting: Setting, levels: Sequence[Level]) -> None:
             table.add_row(*leading, f"p{percent}", *(_shown(latencies[name][percent]) for name in names))
             if terminal.is_terminal:
                 leading = ("", "", "")
+    if terminal.is_terminal and any(level.requests < _ENOUGH for level in levels):
+        table.caption = f"p99 of fewer than {_ENOUGH} requests is near the slowest of them"
+        table.caption_justify = "left"
     terminal.print(table)
 
 

@@ -11,11 +11,15 @@ from mpexec.cli.options import (
     check_executor,
     executor_options,
     find_model,
+    length_option,
     model_options,
     sampling_options,
+    stall_option,
     take_sampling,
+    without_effect,
 )
 from mpexec.cli.prompts import read_prompts
+from mpexec.cli.report import complain
 
 
 @click.command(
@@ -45,7 +49,7 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one object a line: prompt, text, token_ids, prompt_token_ids, finish_reason.",
+    help="Print one object a line: prompt, text, token_ids, prompt_token_ids, finish_reason; and logprobs.",
 )
 @click.option(
     "--prompts",
@@ -57,6 +61,15 @@ Exit codes: 0 done, 1 a rank or the engine failed, 2 bad input (no rank was star
 @click.option(
     "--engine-process", is_flag=True, help="Run the engine in a process of its own, between this one and the ranks."
 )
+@length_option
+@click.option(
+    "--max-slots",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Prompts that are computed together; the others wait.",
+)
+@stall_option
 @click.pass_context
 def command(
     context: click.Context, /, prompts: tuple[str, ...], model: str | None, file: str | None, **options: Any
@@ -67,8 +80,12 @@ def command(
     prompts are read from stdin, one a line. The text goes to stdout, everything else to stderr.
     """
     check_executor(context)
+    if options["logprobs"] is not None and not options["as_json"]:
+        raise click.UsageError(f"--logprobs {options['logprobs']} needs --json: text has no place for them.", context)
     texts = read_prompts(prompts, file)
     from mpexec.cli.job import Job
 
     job = Job.prepare(texts, find_model(model), sampling=take_sampling(options), **options)
+    if idle := without_effect(context):
+        complain(idle)
     run_interruptibly(job.run_async())

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from mpexec.agent.steps import TokenLogprobs
 from mpexec.cli.loading import STOP_TIMEOUT_S, AnyEngine, Loading
 from mpexec.cli.output import StdoutWriter
 from mpexec.cli.progress import ProgressLine, progress
@@ -21,8 +22,7 @@ from mpexec.engine.engine import SamplingParams
 from mpexec.errors import ConfigError
 from mpexec.tasks import cancel_async_tasks
 
-_SLOTS = 8
-_IN_FLIGHT = 256  # prompts handed to the engine at once
+_LOWEST = -9999.0  # JSON has no infinity
 
 
 @dataclass(slots=True)
@@ -33,6 +33,7 @@ class Answer:
     prompt_token_ids: tuple[int, ...]
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     failure: BaseException | None = None
     ended_at: float = 0.0  # of the last piece, monotonic
@@ -68,16 +69,23 @@ class Answer:
 
     def as_json(self) -> str:
         """The answer as one line."""
-        return json.dumps(
-            {
-                "prompt": self.prompt,
-                "text": self.text,
-                "token_ids": self.token_ids,
-                "prompt_token_ids": list(self.prompt_token_ids),
-                "finish_reason": self.finish_reason,
-            },
-            ensure_ascii=False,
-        )
+        shown: dict[str, Any] = {
+            "prompt": self.prompt,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "finish_reason": self.finish_reason,
+        }
+        if self.logprobs:
+            shown["logprobs"] = [_plain(one) for one in self.logprobs]
+        return json.dumps(shown, ensure_ascii=False)
+
+
+def _plain(token: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "chosen": max(token.chosen, _LOWEST),
+        "top": [{"token_id": token_id, "logprob": max(value, _LOWEST)} for token_id, value in token.top],
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +97,7 @@ class Job:
     loading: Loading
     stream: bool
     as_json: bool
+    max_slots: int = 8
 
     @classmethod
     def prepare(
@@ -100,6 +109,7 @@ class Job:
         sampling: dict[str, Any],
         stream: bool,
         as_json: bool,
+        max_slots: int = 8,
         **options: Any,
     ) -> Job:
         """Check model and prompts; `sampling` are fields of `SamplingParams`, `options` those of `Loading`.
@@ -115,15 +125,15 @@ class Job:
                 answers.append(Answer(prompt, loading.plan.encode(prompt)))
             except ConfigError as bad:
                 raise ConfigError(f"prompt {number} of {len(prompts)}: {bad}") from bad
-        return cls(answers=answers, params=params, loading=loading, stream=stream, as_json=as_json)
+        return cls(answers=answers, params=params, loading=loading, stream=stream, as_json=as_json, max_slots=max_slots)
 
     def engine_config(self) -> EngineConfig:
         """As many slots, and as much room in them, as this run can use."""
         longest = max(len(answer.prompt_token_ids) for answer in self.answers)
         return EngineConfig(
-            max_slots=min(_SLOTS, len(self.answers)),
+            max_slots=min(self.max_slots, len(self.answers)),
             max_queue=len(self.answers),
-            max_length=min(self.loading.plan.max_length, longest + self.params.max_new_tokens),
+            max_length=self.loading.room_for(longest + self.params.max_new_tokens),
             stop_timeout=STOP_TIMEOUT_S,
         )
 
@@ -136,7 +146,11 @@ class Job:
             StartupError: A rank did not become ready.
         """
         writer = StdoutWriter()
-        async with self.loading.engine_async(self.engine_config()) as engine:
+
+        def tell_aside(line: str) -> None:
+            complain(f"\n{line}" if writer.is_inside_line else line)
+
+        async with self.loading.engine_async(self.engine_config(), tell_aside) as engine:
             try:
                 await self._serve(engine, writer)
             except Exception:
@@ -154,6 +168,8 @@ class Job:
                     await self._print(writer, number, answer, line)
             finally:
                 await cancel_async_tasks(tasks)
+        if cut := self._cut():
+            complain(cut)
         seconds = max(answer.ended_at for answer in self.answers) - began
         tokens = sum(len(answer.token_ids) for answer in self.answers)
         complain(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
@@ -164,11 +180,19 @@ class Job:
         tokens = sum(len(answer.token_ids) for answer in self.answers)
         return f"{done}/{len(self.answers)} prompts, {tokens} tokens"
 
+    def _cut(self) -> str | None:
+        """What to say of answers that had to end before they were as long as they might; None where there are none."""
+        most, limit = self.params.max_new_tokens, self.engine_config().max_length
+        cut = sum(answer.finish_reason == "length" and len(answer.token_ids) < most for answer in self.answers)
+        which = "" if len(self.answers) == 1 else f"{cut} of {len(self.answers)} answers "
+        return f"{which}cut at the context limit of {limit} tokens" if cut else None
+
     async def _generate(self, engine: AnyEngine, answer: Answer, line: ProgressLine) -> None:
         try:
             async for output in engine.generate(answer.prompt_token_ids, self.params):
                 answer.pieces.append(output.text)
                 answer.token_ids += output.token_ids
+                answer.logprobs += output.logprobs or ()
                 answer.finish_reason = output.finish_reason
                 answer.ended_at = time.monotonic()
                 answer.changed.set()

@@ -6,15 +6,16 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from mpexec.cli.interrupt import end_process_in
 from mpexec.cli.progress import ProgressLine, progress
 from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_failure
+from mpexec.cli.stall import watching
 from mpexec.config import EngineConfig, StartMethod
 from mpexec.engine.engine import Engine, ModelPlan
 from mpexec.errors import ConfigError
@@ -29,32 +30,64 @@ AnyEngine = Any  # an `Engine`, or a `ZMQEngine`, which has its face and needs a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """How a model is to be loaded; the executor is "mp" or "ray"."""
+    """How a model is to be loaded.
+
+    Attributes:
+        executor: "mp" or "ray".
+        max_length: Most tokens of prompt and answer together, as the user has it; None for what the model allows.
+        stall_timeout: Seconds without a step of the model after which the command ends; 0 for never.
+    """
 
     plan: ModelPlan
     executor: str
     ray_address: str | None
     start_method: StartMethod
     verbose: bool
+    dtype: str = "float32"
+    device: str = "auto"
     engine_process: bool = False
+    max_length: int | None = None
+    stall_timeout: float = 0.0
 
     @classmethod
-    def prepare(cls, model: str | None, tp: int, *, executor: str, **options: Any) -> Loading:
+    def prepare(
+        cls,
+        model: str | None,
+        tp: int,
+        *,
+        executor: str,
+        device: str = "auto",
+        max_length: int | None = None,
+        **options: Any,
+    ) -> Loading:
         """Check the model, and that there is an executor for it.
 
         Raises:
             ConfigError: Names the value and the remedy.
         """
-        plan = ModelPlan.read(model, tp, EngineConfig())
-        return cls(plan=plan, executor=choose_executor(plan, executor), **options)
+        plan = ModelPlan.read(model, tp, EngineConfig(max_length=max_length))
+        if max_length is None:  # the cache is made for the requests, which are known
+            plan = replace(plan, max_length=plan.facts.longest)
+        executor = choose_executor(plan, executor, device)
+        return cls(plan=plan, executor=executor, device=device, max_length=max_length, **options)
+
+    def room_for(self, tokens: int) -> int:
+        """Tokens that a slot is to have room for, if no text needs more than so many."""
+        return self.max_length or min(tokens, self.plan.max_length)
 
     @asynccontextmanager
-    async def engine_async(self, config: EngineConfig) -> AsyncIterator[AnyEngine]:
+    async def engine_async(
+        self, config: EngineConfig, tell: Callable[[str], None] = complain
+    ) -> AsyncIterator[AnyEngine]:
         """Load the model and start its engine for the block; the ranks have been released when this returns or raises.
+
+        Args:
+            config: Limits of the engine.
+            tell: Takes a line for the user when the steps of the model do not end, while the block runs.
 
         Raises:
             StartupError: A rank did not become ready.
-            ToldError: The engine failed later, or the block raised; the message has been printed.
+            ToldError: The engine failed or stalled later, or the block raised; the message has been printed.
         """
         # The choice of executor below is this command's, not its user's.
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="mpexec")
@@ -65,20 +98,22 @@ class Loading:
             async with ending(engine, patience=_FAILED_PATIENCE_S, untold=(ReaderGoneError, OSError)):
                 await engine.start_async()
                 self._tell_pids(engine)
-                yield engine
+                async with watching(engine, self.stall_timeout, tell):
+                    yield engine
 
     async def _load_async(self, config: EngineConfig) -> AnyEngine:
         path, tp = self.plan.facts.path, self.plan.tp
-        with loading_progress(path.name, tp):
+        with loading_progress(path.name, tp, is_told=True):
             return await engine_class(own_process=self.engine_process).from_pretrained_async(
                 path, tp, config=config, **self._executor_options()
             )
 
     def _executor_options(self) -> dict[str, Any]:
         """What the engine's executor is made of."""
+        options = {"backend": self.executor, "dtype": self.dtype, "device": self.device}
         if self.executor == "mp":
-            return {"backend": "mp", "start_method": self.start_method}
-        return {"backend": "ray", "address": self.ray_address}
+            return {**options, "start_method": self.start_method}
+        return {**options, "address": self.ray_address}
 
     @contextmanager
     def _quiet_stdout(self) -> Iterator[None]:
@@ -126,11 +161,16 @@ async def ending(engine: AnyEngine, *, patience: float, untold: tuple[type[Excep
 
 
 @contextmanager
-def loading_progress(model: str, tp: int) -> Iterator[None]:
-    """Show that a model is being loaded, and what its ranks report of it while this process starts them."""
+def loading_progress(model: str, tp: int, *, is_told: bool = False) -> Iterator[None]:
+    """Show that a model is being loaded, and what its ranks report of it while this process starts them.
+
+    Where nobody could see that, `is_told` has one line say the former.
+    """
     text = f"loading {model} on {tp} {'rank' if tp == 1 else 'ranks'}"
     with progress(text) as line:
         if not line.is_shown:
+            if is_told:
+                complain(text)
             yield
             return
         news = _News(line, text)
@@ -172,13 +212,13 @@ def engine_class(*, own_process: bool) -> Any:
     return ZMQEngine
 
 
-def choose_executor(plan: ModelPlan, asked: str) -> str:
+def choose_executor(plan: ModelPlan, asked: str, device: str) -> str:
     """The executor for a model: "mp" or "ray".
 
     Raises:
         ConfigError: It is Ray's, and Ray is not installed.
     """
-    chosen, why = choose_backend(plan.worker_spec(EngineConfig()), asked)
+    chosen, why = choose_backend(plan.worker_spec(EngineConfig(), device=device), asked)
     if chosen != "ray":
         return "mp"  # processes also for one rank: importing torch here would hold up Ctrl-C
     if find_spec("ray") is None:

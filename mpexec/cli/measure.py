@@ -33,6 +33,7 @@ class Bench:
     seed: int
     as_json: bool
     picture: Path | None
+    max_slots: int | None = None
 
     @classmethod
     def prepare(
@@ -47,6 +48,7 @@ class Bench:
         seed: int,
         as_json: bool,
         picture: Path | None,
+        max_slots: int | None = None,
         **options: Any,
     ) -> Bench:
         """Check the model, and that the requests fit into its context; `options` are those of `Loading`.
@@ -55,14 +57,15 @@ class Bench:
             ConfigError: Names the value and the remedy.
         """
         loading = Loading.prepare(model, tp, **options)
-        facts = loading.plan.facts
-        if prompt_tokens + max_new_tokens > facts.longest:
+        if prompt_tokens + max_new_tokens > loading.plan.max_length:
+            whose = "of --max-length" if loading.max_length else f"that {loading.plan.facts.path.name} allows together"
             raise ConfigError(
                 f"--prompt-tokens {prompt_tokens} and --max-new-tokens {max_new_tokens} are more than the "
-                f"{facts.longest} tokens that {facts.path.name} allows together"
+                f"{loading.plan.max_length} tokens {whose}"
             )
-        name = printable(facts.path.resolve().name)
-        setting = Setting(name, tp, loading.executor, prompt_tokens, max_new_tokens)
+        name = printable(loading.plan.facts.path.resolve().name)
+        where = (loading.executor, loading.dtype, loading.device)
+        setting = Setting(name, tp, *where, prompt_tokens, max_new_tokens)
         return cls(
             loading=loading,
             setting=setting,
@@ -71,6 +74,7 @@ class Bench:
             seed=seed,
             as_json=as_json,
             picture=picture,
+            max_slots=max_slots,
         )
 
     async def run_async(self) -> None:
@@ -107,8 +111,12 @@ class Bench:
 
     def _engine_config(self) -> EngineConfig:
         most = max(self.concurrency)
-        length = self.setting.prompt_tokens + self.setting.new_tokens
-        return EngineConfig(max_slots=most, max_queue=most, max_length=length, stop_timeout=STOP_TIMEOUT_S)
+        return EngineConfig(
+            max_slots=self.max_slots or most,
+            max_queue=most,
+            max_length=self.loading.room_for(self.setting.prompt_tokens + self.setting.new_tokens),
+            stop_timeout=STOP_TIMEOUT_S,
+        )
 
     async def _measure_async(self, engine: AnyEngine, levels: list[Level]) -> None:
         draw = random.Random(self.seed)
@@ -117,6 +125,8 @@ class Bench:
             await self._run_level(engine, warm, draw, min(_WARM_TOKENS, self.setting.new_tokens), ProgressLine())
             for number in self.concurrency:
                 levels.append(level := Level(number, requests=max(number, self.requests), began=time.monotonic()))
+                if not line.is_shown:
+                    complain(f"{self._place(level)}: {level.requests} requests")
                 await self._run_level(engine, level, draw, self.setting.new_tokens, line)
                 if self.as_json:
                     with line.hidden():
@@ -162,11 +172,12 @@ class Bench:
             line.update(self._count(level))
 
     def _count(self, level: Level) -> str:
-        done, at = len(level.end_to_end_s), self.concurrency.index(level.concurrency) + 1
-        return (
-            f"streams: {level.concurrency} ({at} of {len(self.concurrency)}): {done}/{level.requests} requests, "
-            f"{level.tokens_per_second():.0f} tokens/s"
-        )
+        done, speed = len(level.end_to_end_s), level.tokens_per_second()
+        return f"{self._place(level)}: {done}/{level.requests} requests, {speed:.0f} tokens/s"
+
+    def _place(self, level: Level) -> str:
+        at = self.concurrency.index(level.concurrency) + 1
+        return f"streams: {level.concurrency} ({at} of {len(self.concurrency)})"
 
     def _prompt(self, draw: random.Random) -> tuple[int, ...]:
         vocabulary = range(self.loading.plan.facts.vocab_size)

@@ -9,7 +9,8 @@ import click
 from click.core import ParameterSource
 
 from mpexec.cli.values import ClusterAddress, Number, StopString
-from mpexec.config import LEAST_SCALE, START_METHODS, is_temperature
+from mpexec.config import DEVICES, DTYPES, LEAST_SCALE, MAX_LOGPROBS, START_METHODS, is_temperature
+from mpexec.errors import ConfigError
 
 EXECUTORS = ("auto", "mp", "ray")
 
@@ -26,22 +27,37 @@ class Temperature(Number):
 
 
 def model_options(command: Any) -> Any:
-    """Which model to run, over how many processes, and how they start: `--model`, `--tp`, `--start-method`, `-v`."""
+    """Which model to run, over how many processes, on what, and how they start."""
     return _add(
         command,
         click.option(
             "--model",
             type=click.Path(),  # so that a shell completes it
-            metavar="PATH",
-            help="Local folder with a Hugging Face causal language model, or a bundled one's name. Default: the "
-            "bundled one.",
+            metavar="MODEL",
+            help="A folder, a hub id (Qwen/Qwen3-0.6B), or a bundled name. Default: the bundled one.",
         ),
         click.option(
             "--tp",
+            "--tensor-parallel-size",
+            "tp",
             type=click.IntRange(min=1),
             default=2,
             show_default=True,
             help="Processes that share every layer of the model.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(DTYPES),
+            default=DTYPES[0],
+            show_default=True,
+            help="Of weights and cache.",
+        ),
+        click.option(
+            "--device",
+            type=click.Choice(DEVICES),
+            default=DEVICES[0],
+            show_default=True,
+            help="Where the model runs: 'auto' on GPUs where there is one for every process, else on the CPU.",
         ),
         click.option(
             "--start-method",
@@ -51,6 +67,33 @@ def model_options(command: Any) -> Any:
             help="How the processes are started, where it is not Ray that starts them.",
         ),
         click.option("-v", "--verbose", is_flag=True, help="Log to stderr, the processes' ids included."),
+    )
+
+
+def length_option(command: Any) -> Any:
+    """How long the texts of a command may be that knows its requests: `--max-length`."""
+    return _add(
+        command,
+        click.option(
+            "--max-length",
+            type=click.IntRange(min=2),
+            help="Most tokens of prompt and answer together. Default: what these requests need, at most what the "
+            "model allows.",
+        ),
+    )
+
+
+def stall_option(command: Any) -> Any:
+    """For how long a command waits for a step of the model: `--stall-timeout`."""
+    return _add(
+        command,
+        click.option(
+            "--stall-timeout",
+            type=Number(),
+            default=120.0,
+            show_default=True,
+            help="Seconds without a step of the model after which the command ends with exit code 1; 0 for never.",
+        ),
     )
 
 
@@ -123,10 +166,23 @@ _SAMPLING = (
         multiple=True,
         help="End the text before this string; may be given several times. \\n is a line end.",
     ),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=click.IntRange(min=0, max=2**31 - 1),
+        multiple=True,
+        help="End the text at this token; may be given several times.",
+    ),
+    click.option(
+        "--logprobs",
+        type=click.IntRange(min=0, max=MAX_LOGPROBS),
+        help="Have --json report each token's log probability, and as many of the most likely tokens.",
+    ),
     click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text."),
 )
 _SAMPLING_NAMES = (
-    "max_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "ignore_eos",
+    "max_new_tokens", "temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "stop_token_ids",
+    "logprobs", "ignore_eos",
 )  # fmt: skip
 
 
@@ -165,11 +221,38 @@ def check_executor(context: click.Context) -> None:
         )
 
 
+def without_effect(context: click.Context) -> str | None:
+    """What to say of sampling options that were given and change nothing; None where there is no such."""
+    names = ("top_k", "top_p", "min_p", "seed")
+    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if context.params["temperature"] or not given:
+        return None
+    listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    return f"{listed} {'has' if len(given) == 1 else 'have'} no effect without --temperature above 0"
+
+
 def find_model(given: str | None) -> str | None:
-    """A folder as given, the folder of a bundled model by name, or None for the default one."""
-    if given is None or os.path.exists(given):
+    """A folder as given, the folder of a bundled model by name, or None for the default one.
+
+    Raises:
+        ConfigError: A name of neither.
+    """
+    if given is None or not _is_missing(given):
         return given
     from mpexec.models import bundled_models
 
     by_name = {model.name: str(model.path) for model in bundled_models()}
+    if given not in by_name and "/" not in given:  # else it may be a hub's, or a longer path says enough
+        raise ConfigError(f"no model folder at {given}; bundled: {', '.join(by_name)} (`mpexec models`)")
     return by_name.get(given, given)
+
+
+def _is_missing(path: str) -> bool:
+    """True if nothing has that path; what else is wrong with one is told by whoever reads it."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        pass
+    return False

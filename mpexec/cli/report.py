@@ -21,6 +21,10 @@ class ToldError(Exception):
         self.exit_code = exit_code
 
 
+class StalledError(Exception):
+    """The model has not made a step for too long; the message is made for the user as it is."""
+
+
 def complain(message: str) -> None:
     """Print a message of this command to stderr, if somebody is there to read it."""
     start = "\n" if message.startswith("\n") else ""
@@ -51,6 +55,8 @@ def printable(text: str) -> str:
 
 def describe_failure(failure: BaseException) -> str:
     """What happened, for people: the root cause, with its notes and the traceback of the rank it comes from."""
+    if isinstance(failure, StalledError):
+        return str(failure)
     if isinstance(failure, EngineStoppedError) and failure.__cause__ is not None:
         failure = failure.__cause__
     if isinstance(failure, StartupError) and isinstance(failure.__cause__, ConfigError):

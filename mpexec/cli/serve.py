@@ -120,6 +120,8 @@ async def _serve_async(
     model: str | None,
     *,
     tp: int,
+    dtype: str,
+    device: str,
     max_slots: int,
     max_queue: int,
     max_length: int | None,
@@ -147,7 +149,9 @@ async def _serve_async(
     plan = ModelPlan.read(model, tp, config)
     served = ServedModel.read(plan, served_model_name)
     with loading_progress(served.name, tp):
-        engine = await make_engine(plan.facts.path, tp, config=config, start_method=start_method)
+        engine = await make_engine(
+            plan.facts.path, tp, config=config, dtype=dtype, device=device, start_method=start_method
+        )
     async with ending(engine, patience=_FAILED_PATIENCE_S, untold=(ConfigError,)):
         server = HTTPServer(engine, served, stall_timeout=stall_timeout, access_log=verbose)
         with stop_on_signals() as stop:

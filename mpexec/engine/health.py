@@ -29,9 +29,10 @@ class RankHealth:
         return cls(row["rank"], row["pid"], row["state"], row.get("method"), row.get("seconds"))
 
     def __str__(self) -> str:
-        doing = "idle" if self.method is None else f"in {self.method!r} for {self.seconds or 0.0:.1f} s"
-        how = doing if self.state == "running" else self.state
-        return f"rank {self.rank} (pid {self.pid}) {how}"
+        how = [] if self.state == "running" else [self.state]
+        if self.method is not None:
+            how.append(f"in {self.method!r} for {self.seconds or 0.0:.1f} s")
+        return f"rank {self.rank} (pid {self.pid}) {' '.join(how) or 'idle'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mpexec.agent.steps import Sampling
-from mpexec.config import LEAST_SCALE, check_flags, is_temperature
+from mpexec.config import LEAST_SCALE, MAX_LOGPROBS, check_flags, is_temperature
 from mpexec.errors import ConfigError
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the stream may hold back as many
 MAX_STOP_TOKENS = 128
-MAX_LOGPROBS = 20
 MAX_INTEGER = (1 << 63) - 1  # what goes to an engine in another process has room for it
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mpexec.config import LEAST_SCALE, is_temperature
+from mpexec.config import LEAST_SCALE, MAX_LOGPROBS, is_temperature
 from mpexec.engine.request import MAX_PRIORITY
 from mpexec.engine.sampling_params import (
-    MAX_LOGPROBS,
     MAX_STOP_LENGTH,
     MAX_STOP_TOKENS,
     MAX_STOPS,

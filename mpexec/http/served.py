@@ -42,7 +42,9 @@ class ServedEngine(Protocol):
     async def release_async(self) -> None: ...
 
 
-async def make_engine(path: Path, tp: int, *, config: EngineConfig, start_method: StartMethod) -> ServedEngine:
+async def make_engine(
+    path: Path, tp: int, *, config: EngineConfig, dtype: str, device: str, start_method: StartMethod
+) -> ServedEngine:
     """Load a model over `tp` ranks. Cancelling it ends the ranks that were started.
 
     Raises:
@@ -51,7 +53,9 @@ async def make_engine(path: Path, tp: int, *, config: EngineConfig, start_method
     """
     # In a process of its own: answering HTTP and driving the ranks never wait for each other. Ranks are processes also
     # where there is one: a model that crashes must not take the engine's last words along.
-    return await ZMQEngine.from_pretrained_async(path, tp, backend="mp", config=config, start_method=start_method)
+    return await ZMQEngine.from_pretrained_async(
+        path, tp, backend="mp", config=config, dtype=dtype, device=device, start_method=start_method
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,9 @@ class SteadyAgent(CountingAgent):
         return super().forward(inputs)
 
 
-async def make_counting_engine(path: Path, tp: int, *, config: EngineConfig, start_method: Any) -> Engine:
+async def make_counting_engine(
+    path: Path, tp: int, *, config: EngineConfig, dtype: str, device: str, start_method: Any
+) -> Engine:
     executor = await build_executor_async(
         SteadyAgent,
         "mp",

@@ -65,10 +65,11 @@ def ranks_of(process: subprocess.Popen[bytes], count: int = 2) -> list[int]:
 
 
 def end_of(process: subprocess.Popen[bytes], since: float) -> tuple[int, str, float]:
-    """Wait for the end: exit code, stderr without what --verbose adds, seconds since a moment."""
+    """Wait for the end: exit code, stderr without what is said anyway or with --verbose, seconds since a moment."""
     _, stderr = process.communicate(timeout=60)
     took = time.monotonic() - since
-    lines = [line for line in stderr.decode().splitlines() if not re.match(r"mpexec\.\S+: |mpexec: rank \d is ", line)]
+    usual = re.compile(r"mpexec\.\S+: |mpexec: (rank \d is |loading \S+ on \d ranks|streams: )")
+    lines = [line for line in stderr.decode().splitlines() if not usual.match(line)]
     return process.returncode, "\n".join(lines), took
 
 
@@ -81,10 +82,11 @@ def four_answers() -> list[dict[str, object]]:
     environment = {**os.environ, "PYTHONWARNINGS": "always"}
     done = run("generate", "--json", "--max-new-tokens", "24", "--ignore-eos", *FOUR, env=environment)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"mpexec: 96 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n", done.stderr)
+    assert re.fullmatch(TOLD, done.stderr)
     return answers(done.stdout)
 
 
+TOLD = r"mpexec: loading kjv-small on 2 ranks\nmpexec: 96 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n"
 FOUR = [PROMPT, "And", "The LORD is my shepherd; I shall not want", "Behold, ünïcödé 🙂"]
 
 
@@ -341,7 +343,7 @@ def test_an_engine_in_a_process_of_its_own_gives_the_same_answers(four_answers: 
     done = run("generate", "--engine-process", "--json", "--max-new-tokens", "24", "--ignore-eos", *FOUR)
     assert done.returncode == 0, done.stderr
     assert answers(done.stdout) == four_answers
-    assert re.fullmatch(r"mpexec: 96 tokens in \d+\.\d\d s: \d+\.\d tokens/s\n", done.stderr)
+    assert re.fullmatch(TOLD, done.stderr)
 
 
 @pytest.mark.parametrize("victim", ["engine", "rank"])
@@ -378,6 +380,47 @@ def test_ctrl_c_ends_an_engine_process_too() -> None:
         assert not left_of(everybody, within(1.0))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [["generate", PROMPT], ["generate", PROMPT, "--engine-process"], ["bench"]])
+def test_a_rank_that_stands_still_ends_it_after_the_stall_timeout_with_its_name(where: list[str]) -> None:
+    long = ["--max-new-tokens", "900", "--verbose", "--stall-timeout", "2"]
+    with running(*where, *long, *(["--ignore-eos"] if "generate" in where else [])) as process:
+        parent = ranks_of(process, 1)[0] if "--engine-process" in where else process.pid
+        assert process.stderr is not None
+        while b"rank 1 is process" not in (line := process.stderr.readline()):
+            assert line
+        ranks = sorted(child.pid for child in psutil.Process(parent).children())
+        if "generate" in where:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+        since = time.monotonic()
+        os.kill(ranks[1], signal.SIGSTOP)
+        returncode, stderr, took = end_of(process, since)
+        assert returncode == 1
+        (line,) = (line for line in stderr.splitlines() if "no step" in line)
+        assert re.match(rf"mpexec: no step for \d+ s: rank 1 \(pid {ranks[1]}\) stopped", line)
+        assert 2.0 <= took < within(6.0)
+        assert not left_of(ranks, within(1.0))
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_told_after_some_seconds_and_again_at_ctrl_c() -> None:
+    with running(*ENDLESS) as process:
+        ranks = ranks_of(process)
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        os.kill(ranks[1], signal.SIGSTOP)
+        assert process.stderr is not None
+        while b"mpexec: no step for" not in (line := process.stderr.readline()):
+            assert line
+        since = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        returncode, stderr, took = end_of(process, since)
+        assert (returncode, stderr.count("no step for")) == (130, 1)
+        assert took < within(1.0)
+        assert not left_of(ranks, within(1.0))
+
+
 def test_a_rank_killed_while_loading_is_named_and_ends_it() -> None:
     with running(*ENDLESS) as process:
         ranks = ranks_of(process)
@@ -406,7 +449,7 @@ def test_an_error_in_the_models_forward_shows_type_text_and_remote_traceback(tmp
     )
     assert time.monotonic() - since < within(60.0)
     assert done.returncode == 1
-    message = done.stderr[done.stderr.index("mpexec: ") :]
+    message = done.stderr.partition("mpexec: loading kjv-small on 2 ranks\n")[2]
     assert message.startswith("mpexec: ArithmeticError: broken on purpose\n")
     assert "raised on rank 1 (pid " in message
     assert "in forward" in message

@@ -37,11 +37,15 @@ def test_bench_measures_each_concurrency_and_draws_it(tmp_path: Path) -> None:
         assert level["tokens_per_second"] > 0
         assert 0 < level["first_token_ms"]["p50"] <= level["whole_request_ms"]["p50"]
         assert 0 < level["between_tokens_ms"]["p50"] <= level["between_tokens_ms"]["p99"]
+    told = (
+        "mpexec: loading kjv-small on 2 ranks\n"
+        "mpexec: streams: 1 (1 of 2): 4 requests\nmpexec: streams: 3 (2 of 2): 4 requests\n"
+    )
     if plot:
-        assert done.stderr == f"mpexec: drawn: {picture}\n"
+        assert done.stderr == f"{told}mpexec: drawn: {picture}\n"
         assert picture.read_bytes().startswith(PNG)
     else:
-        assert done.stderr == ""
+        assert done.stderr == told
 
 
 @pytest.mark.slow

@@ -23,10 +23,10 @@ from mpexec.cli.measure import Bench
 from mpexec.config import EngineConfig
 from mpexec.engine.engine import GenerationOutput
 
-SETTING = Setting("kjv-small", 2, "mp", 8, 4)
+SETTING = Setting("kjv-small", 2, "mp", "bfloat16", "cpu", 8, 4)
 KEYS = [
-    "model", "tp", "executor", "prompt_tokens", "new_tokens", "concurrency", "requests", "complete", "seconds",
-    "tokens", "tokens_per_second", "first_token_ms", "between_tokens_ms", "whole_request_ms",
+    "model", "tp", "executor", "dtype", "device", "prompt_tokens", "new_tokens", "concurrency", "requests", "complete",
+    "seconds", "tokens", "tokens_per_second", "first_token_ms", "between_tokens_ms", "whole_request_ms",
 ]  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def test_a_terminal_of_80_columns_gets_the_model_as_it_is_named_and_no_row_in_tw
         print_table(replace(SETTING, model="my[red]model"), [level(), slow])
 
     text = re.sub(r"\x1b\[[0-9;]*m", "", CliRunner().invoke(shown).output)
-    title, _, _, *rows = text.splitlines()
-    assert title.rstrip() == "my[red]model, TP 2, 8 prompt tokens, 4 new tokens"
+    title, _, _, *rows, footnote = text.splitlines()
+    assert title.rstrip() == "my[red]model, TP 2, bfloat16 on cpu, 8 prompt tokens, 4 new tokens"
     assert [row.split() for row in rows] == [
         ["2", "4", "8.0", "p50", "250", "10.0", "1000"],
         ["p90", "370", "10.0", "1000"],
@@ -99,6 +99,7 @@ def test_a_terminal_of_80_columns_gets_the_model_as_it_is_named_and_no_row_in_tw
         ["p90", "370", "10.0", "12345600"],
         ["p99", "397", "10.0", "12345600"],
     ]
+    assert footnote.rstrip() == "p99 of fewer than 100 requests is near the slowest of them"
 
 
 def test_nothing_between_tokens_where_there_is_one_token(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,6 +260,15 @@ async def test_each_level_runs_so_many_requests_at_a_time(engine_of: Any, capsys
     assert {len(prompt) for prompt in engine.prompts} == {8}
 
 
+async def test_a_pipe_is_told_of_each_level_as_it_begins(engine_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    engine_of(Counting())
+    await bench(concurrency=(1, 8)).run_async()
+    assert capsys.readouterr().err.splitlines() == [
+        "mpexec: streams: 1 (1 of 2): 5 requests",
+        "mpexec: streams: 8 (2 of 2): 8 requests",
+    ]
+
+
 async def test_the_same_seed_sends_the_same_prompts(engine_of: Any) -> None:
     sent = []
     for seed in (1, 1, 2):
@@ -290,6 +300,13 @@ async def test_the_engine_has_room_for_the_largest_level_and_no_more(engine_of: 
     await bench(concurrency=(2, 6)).run_async()
     (config,) = configs
     assert (config.max_slots, config.max_length) == (6, 12)
+
+
+async def test_the_engine_has_the_slots_and_the_room_that_were_asked_for(engine_of: Any) -> None:
+    configs = engine_of(Counting())
+    await bench(concurrency=(2, 6), max_slots=4, max_length=32).run_async()
+    (config,) = configs
+    assert (config.max_slots, config.max_queue, config.max_length) == (4, 6, 32)
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])

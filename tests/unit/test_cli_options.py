@@ -77,6 +77,9 @@ def of_model(*positional: int) -> list[Case]:
         (["--model", "/some/folder"], f"args {positional[0]}", "/some/folder"),
         (["--model", default_model_path().name], f"args {positional[0]}", str(default_model_path())),
         (["--tp", "4"], "tp", 4),
+        (["--tensor-parallel-size", "4"], "tp", 4),
+        (["--dtype", "bfloat16"], "dtype", "bfloat16"),
+        (["--device", "cpu"], "device", "cpu"),
         (["--start-method", "forkserver"], "start_method", "forkserver"),
         (["--verbose"], "verbose", True),
         (["-v"], "verbose", True),
@@ -100,11 +103,16 @@ CASES: dict[str, list[Case]] = {
         (["--min-p", "0.05"], "min_p", 0.05),
         (["--repetition-penalty", "1.1"], "repetition_penalty", 1.1),
         (["--stop", ".", "--stop", "\\n"], "stop", (".", "\n")),
+        (["--stop-token-id", "7", "--stop-token-id", "0"], "stop_token_ids", (7, 0)),
+        (["--logprobs", "3", "--json"], "logprobs", 3),
         (["--ignore-eos"], "ignore_eos", True),
         (["--no-stream"], "stream", False),
         (["--stream"], "stream", True),
         (["--json"], "as_json", True),
         (["--engine-process"], "engine_process", True),
+        (["--stall-timeout", "30"], "stall_timeout", 30.0),
+        (["--max-length", "128"], "max_length", 128),
+        (["--max-slots", "2"], "max_slots", 2),
     ],
     "bench": [
         *of_model(0),
@@ -113,6 +121,9 @@ CASES: dict[str, list[Case]] = {
         (["--max-new-tokens", "6"], "max_new_tokens", 6),
         (["--concurrency", "8,1, 2,8"], "concurrency", (1, 2, 8)),
         (["--requests", "9"], "requests", 9),
+        (["--stall-timeout", "0"], "stall_timeout", 0.0),
+        (["--max-length", "128"], "max_length", 128),
+        (["--max-slots", "2"], "max_slots", 2),
         (["--seed", "7"], "seed", 7),
         (["--json"], "as_json", True),
         (["--plot", "speed.png"], "picture", Path("speed.png")),
@@ -226,7 +237,28 @@ def test_every_command_has_help(word: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callable[..., Given]) -> None:
     given = take("generate", "In the beginning")
-    assert not {"top_k", "top_p", "min_p", "repetition_penalty", "stop"} & set(given)
+    assert not {"top_k", "top_p", "min_p", "repetition_penalty", "stop", "stop_token_ids", "logprobs"} & set(given)
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--top-p 0.9", "mpexec: --top-p has no effect without --temperature above 0\n"),
+        ("--seed 0", "mpexec: --seed has no effect without --temperature above 0\n"),
+        (
+            "--seed 7 --top-k 5 --min-p 0",
+            "mpexec: --top-k, --min-p, --seed have no effect without --temperature above 0\n",
+        ),
+        ("--seed 7 --top-k 5 --top-p 1 --min-p 0 --temperature 0.5", ""),
+        ("--repetition-penalty 1.1 --stop x", ""),
+    ],
+)
+def test_options_of_drawing_without_a_temperature_are_said_to_have_no_effect(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpexec.cli.generate.run_interruptibly", lambda work: work.close())
+    assert app.run(["generate", *words.split(), "In the beginning"]) == 0
+    assert capsys.readouterr().err == told
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -234,9 +266,13 @@ def test_sampling_options_that_are_not_given_are_left_to_the_engine(take: Callab
 LONG = "a" * 300
 DIGITS = "9" * 5000  # more than Python makes a number of
 BAD = [
-    ("generate --tp 0 x", "'--tp': 0"),
-    ("generate --tp -2 x", "'--tp': -2"),
+    ("generate --tp 0 x", "'--tensor-parallel-size': 0"),
+    ("generate --tp -2 x", "'--tensor-parallel-size': -2"),
     ("generate --start-method teleport x", "'teleport'"),
+    ("generate --dtype float64 x", "'float64' is not one of 'float32', 'bfloat16', 'float16'"),
+    ("generate --device tpu x", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+    ("bench --dtype half", "'half'"),
+    ("bench --device cuda:0", "'cuda:0'"),
     ("generate --max-new-tokens 0 x", "'--max-new-tokens': 0"),
     ("generate --max-new-tokens -5 x", "'--max-new-tokens': -5"),
     ("generate --temperature -1 x", "'--temperature': '-1'"),
@@ -245,6 +281,16 @@ BAD = [
     ("generate --seed -1 x", "'--seed': -1"),
     ("generate --top-k -1 x", "'--top-k': -1"),
     ("generate --top-k many x", "'many'"),
+    ("generate --max-length 1 x", "'--max-length': 1"),
+    ("generate --max-length 4 In the beginning God created", "may have 4"),
+    ("generate --max-length 2048 x", "kjv-small allows 2 to 1024 tokens"),
+    ("generate --max-slots 0 x", "'--max-slots': 0"),
+    ("generate --stop-token-id . x", "'.'"),
+    ("generate --logprobs 21 --json x", "'--logprobs': 21"),
+    ("generate --logprobs 3 x", "--logprobs 3 needs --json"),
+    ("generate --model kjv x", "no model folder at kjv; bundled: kjv-small (`mpexec models`)"),
+    ("serve --model kjv", "bundled: kjv-small"),
+    ("generate --stall-timeout -1 x", "'--stall-timeout': '-1'"),
     ("generate --top-p 0 x", "'--top-p': '0'"),
     ("generate --top-p 1.5 x", "at most 1"),
     ("generate --min-p -0.1 x", "'--min-p': '-0.1'"),
@@ -263,6 +309,9 @@ BAD = [
     ("bench --max-new-tokens none", "'none'"),
     ("bench --prompt-tokens 1000 --max-new-tokens 1000", "1024 tokens that kjv-small allows"),
     ("bench --seed 1.5", "'1.5'"),
+    ("bench --max-length 100", "more than the 100 tokens of --max-length"),
+    ("bench --max-slots none", "'none'"),
+    ("bench --stall-timeout never", "'never'"),
     ("bench --executor ray --start-method fork", "--start-method fork is for --executor mp"),
     ("bench --executor ray --ray-address head", "'head' is not HOST:PORT"),
     ("bench --tp 3", "3 ranks"),
@@ -293,6 +342,8 @@ BAD = [
     ("completion tcsh", "'tcsh'"),
     ("serve --tp two", "'two'"),
     ("serve --start-method exec", "'exec'"),
+    ("serve --dtype int8", "'int8'"),
+    ("serve --device gpu", "'gpu'"),
     ("serve --port 65536", "'--port': 65536"),
     ("serve --max-slots 0", "'--max-slots': 0"),
     ("serve --max-queue 0", "'--max-queue': 0"),
@@ -309,7 +360,7 @@ BAD = [
 
 BAD_ELSEWHERE = {
     "generate --prompts": "e2e/test_cli.py::test_bad_input_is_one_line_and_exit_code_2_before_any_rank_starts",
-    **dict.fromkeys(["serve --model", "serve --host"], "e2e/test_serve.py::test_bad_input_is_one_line_and_exit_code_2"),
+    "serve --host": "e2e/test_serve.py::test_bad_input_is_one_line_and_exit_code_2",
     **dict.fromkeys(
         [
             *("run --rdzv-backend", "run --log-dir", "run --redirects", "run --signals-to-handle", "run --env"),
