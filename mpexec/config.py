@@ -222,7 +222,7 @@ class EngineConfig:
     Attributes:
         max_slots: Requests decoded together.
         max_queue: Requests that may wait for a slot; one more raises `QueueFullError`, unless it asks to wait.
-        max_length: Tokens of prompt and answer together; None means the model's context length.
+        max_length: Tokens of prompt and answer together; None is what the model allows, but no more than 4096.
         prefill_chunk: Tokens of prompts that one step takes in, so that a long prompt does not hold up running answers
             for longer than that. A longer prompt is cut into pieces; a shorter one is not.
         stop_timeout: Seconds that `stop` may take.
@@ -239,13 +239,28 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "max_queue", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: use at least 1")
-        if self.max_length is not None and self.max_length < 2:
-            raise ConfigError(f"max_length={self.max_length!r}: use at least 2 tokens, or None")
+            if not _is_whole(value := getattr(self, name)) or value < 1:
+                raise ConfigError(f"{name}={value!r}: use an integer of at least 1")
+        if self.max_length is not None and (not _is_whole(self.max_length) or self.max_length < 2):
+            raise ConfigError(f"max_length={self.max_length!r}: use an integer of at least 2 tokens, or None")
         _positive("stop_timeout", self.stop_timeout)
         if self.stall_timeout is not None:
             _positive("stall_timeout", self.stall_timeout)
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse what is neither True nor False, by its name.
+
+    Raises:
+        ConfigError: One is not.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: use True or False")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _positive(name: str, seconds: Any) -> None:

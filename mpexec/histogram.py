@@ -1,7 +1,7 @@
 """How long things took: counts in buckets whose bounds grow by the same factor, from a nanosecond to an hour.
 
-Four buckets to each doubling: what is read from them is off by a tenth at most. Observing takes the same short time
-whatever was observed before, and two histograms add up to that of both.
+Eight buckets to each doubling, read in their middle: what is read from them is off by a sixteenth at most. Observing
+takes the same short time whatever was observed before, and two histograms add up to that of both.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-_PARTS_LOG = 2  # four buckets to each doubling
+_PARTS_LOG = 3  # eight buckets to each doubling
 _PARTS = 1 << _PARTS_LOG
 _DOUBLINGS = 42  # 2**42 ns are 73 minutes; the last bucket takes what is longer, too
 BUCKETS = _PARTS * (_DOUBLINGS - _PARTS_LOG + 1)
@@ -61,17 +61,15 @@ class Histogram:
     def quantile(self, share: float) -> float | None:
         """Seconds that this share of the durations did not exceed; 0.5 gives the median. None where there are none.
 
-        Inside a bucket the durations count as spread evenly.
+        Off by a sixteenth at most: it is the middle of the bucket of the one that was observed.
         """
         if not 0 <= share <= 1:
             raise ValueError(f"a share of {share} of the durations: use 0 to 1")
         wanted, below = share * self.count, 0
         for bucket in sorted(self.counts):
-            inside = self.counts[bucket]
-            if below + inside >= wanted:
-                low, high = lower_bound(bucket), lower_bound(bucket + 1)
-                return (low + (high - low) * (wanted - below) / inside) / 1e9
-            below += inside
+            below += self.counts[bucket]
+            if below >= wanted:
+                return (lower_bound(bucket) + lower_bound(bucket + 1) - 1) / 2e9
         return None
 
     def cumulative(self, first: int, last: int) -> Iterator[tuple[float, int]]:

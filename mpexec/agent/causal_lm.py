@@ -89,24 +89,39 @@ class CausalLMAgent(ModelAgent):
 
         Raises:
             ConfigError: The heads cannot be shared by `world_size` ranks, a library is missing, transformers has no
-                plan for this model, or the model does its attention in a way that the cache cannot follow.
+                plan for this model, the model does its attention in a way that the cache cannot follow, or the cache
+                is too large for the device.
         """
         check_libraries(self.world_size)
         check_tensor_parallel(self._facts, self.world_size)
         self._source = ModelSource(self._facts.path, self.world_size, self.local_rank, self.device, self._dtype)
         self._model, self._vocabulary = load_model(self._source, self.report_progress)
-        self._cache = SlotCache(
-            layers=self._facts.layers,
-            slots=self._max_slots,
-            kv_heads=self._facts.kv_heads // self.world_size,
-            length=self._max_length,
-            head_dim=self._facts.head_dim,
-            dtype=getattr(torch, self._dtype),
-            device=self.device,
-        )
+        self.report_progress("allocating the cache")
+        self._cache = self._make_cache()
         self._residence = Residence(self._model, self._cache)
         self.report_progress("trying the model")
         self._try_model()
+
+    def _make_cache(self) -> SlotCache:
+        """The cache, or a ConfigError that says what would make it smaller."""
+        facts, kv_heads, dtype = self._facts, self._facts.kv_heads // self.world_size, getattr(torch, self._dtype)
+        try:
+            return SlotCache(
+                layers=facts.layers,
+                slots=self._max_slots,
+                kv_heads=kv_heads,
+                length=self._max_length,
+                head_dim=facts.head_dim,
+                dtype=dtype,
+                device=self.device,
+            )
+        except Exception as error:  # of a kind that differs by device, and for sizes that are no memory's
+            numbers = 2 * facts.layers * self._max_slots * kv_heads * self._max_length * facts.head_dim
+            raise ConfigError(
+                f"max_slots={self._max_slots} and max_length={self._max_length} need a cache of "
+                f"{numbers * dtype.itemsize} bytes on each rank, which {self.device} does not have: make one of them "
+                "smaller"
+            ) from error
 
     @torch.inference_mode()
     def forward(self, inputs: StepInput) -> StepOutput:

@@ -57,8 +57,8 @@ def read_checkpoint(path: str | Path) -> CheckpointFacts:
     """Read the facts of the model in a local folder; weights are not read, only counted.
 
     Raises:
-        ConfigError: No such folder, no readable `config.json`, not a causal language model, or a key is missing or of
-            no use.
+        ConfigError: No such folder, no readable `config.json`, a model of another kind, or a key is missing or of no
+            use.
     """
     folder = Path(path)
     with _unreadable_is_refused():
@@ -99,8 +99,8 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     names = list(map(str, config.get("architectures") or []))
     if names and not any(name.endswith("ForCausalLM") for name in names):
         raise ConfigError(
-            f"{folder} holds {names[0]}, which is not a causal language model; "
-            "use a folder whose config.json names a class that ends in ForCausalLM"
+            f"{folder} holds {names[0]}, which is not supported: mpexec runs causal language models that "
+            "transformers can split over ranks, whose classes (in config.json) end in ForCausalLM"
         )
 
 

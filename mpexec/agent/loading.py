@@ -192,7 +192,8 @@ def _read_config(source: ModelSource) -> tuple[Any, Any]:
         raise ConfigError(f"transformers has no causal language model of type {config.model_type} ({path})")
     if source.world_size > 1 and not getattr(config, "base_model_tp_plan", None):
         raise ConfigError(
-            f"{config.model_type} models have no tensor-parallel plan in transformers; run {path} with world_size=1"
+            f"{config.model_type} models have no tensor-parallel plan in transformers; "
+            f"run {path} with world_size=1 (--tp 1)"
         )
     return transformers, config
 

@@ -122,7 +122,7 @@ def executor_options(command: Any) -> Any:
 _SAMPLING = (
     click.option(
         "--max-new-tokens",
-        type=click.IntRange(min=1),
+        type=click.IntRange(min=1, max=2**63 - 1),
         default=128,
         show_default=True,
         help="Most tokens to generate for each prompt.",

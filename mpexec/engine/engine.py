@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from mpexec.agent.checkpoint import CheckpointFacts, check_libraries, check_tensor_parallel, read_checkpoint
 from mpexec.agent.hub import resolve_model
 from mpexec.agent.steps import TokenLogprobs
-from mpexec.config import EngineConfig, WorkerSpec
+from mpexec.config import EngineConfig, WorkerSpec, check_flags
 from mpexec.engine.engine_loop import EngineLoop
 from mpexec.engine.health import Health, RankHealth
 from mpexec.engine.metrics import Metrics
@@ -124,8 +124,15 @@ class ModelPlan:
             if items is None:
                 raise ConfigError(f"a {type(prompt).__name__} is no prompt: give a text, or a list of token ids")
             token_ids = items
-        check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size)
+        check_prompt(token_ids, max_length=self.max_length, vocab_size=self.facts.vocab_size, limit=self._limit())
         return token_ids
+
+    def _limit(self) -> str:
+        """The limit of a text for people, and what could raise it."""
+        if self.max_length >= self.facts.longest:
+            return f"{self.max_length} tokens"
+        default = "the default; " if self.max_length == _DEFAULT_MAX_LENGTH else ""
+        return f"{self.max_length} tokens ({default}max_length raises it up to {self.facts.longest})"
 
     def text_stream(self, params: SamplingParams) -> TextStream | None:
         """What makes the text of one answer; None for a model without tokenizer.
@@ -401,7 +408,7 @@ class Engine(TaskOwner):
         ends in `.gz`. Steps are slower meanwhile.
 
         Args:
-            path: Of the file; an old one is replaced.
+            path: Of the file; an old one is replaced, and a link is followed.
             record_shapes: Note the shapes of the operators' arguments.
             with_stack: Note where in Python they were called.
 
@@ -414,8 +421,9 @@ class Engine(TaskOwner):
         """Begin to profile all ranks, between two steps; `stop_profile_async` ends it.
 
         Raises:
-            ConfigError: The ranks are being profiled already.
+            ConfigError: The ranks are being profiled already, or a value is neither True nor False.
         """
+        check_flags(record_shapes=record_shapes, with_stack=with_stack)
         self._is_profiled = True
         await self.executor.collective_rpc_async(start_profile, (record_shapes, with_stack), reply_ranks=())
 
@@ -460,7 +468,7 @@ class Engine(TaskOwner):
             **counted,
             running=loop.scheduler.running,
             waiting=loop.scheduler.waiting,
-            tokens_per_second=loop.tokens_per_second(),
+            tokens_per_second=loop.telemetry.tokens.per_second(),
             executor=self.executor.measures(),
         )
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RATE_WINDOW_S = 10.0
 _LAST_STEPS_SHARE = 0.3  # of the executor's stop timeout, for the steps in flight when the engine stops
 
 
@@ -51,7 +48,7 @@ class Counters:
         prompt_tokens: Tokens of the prompts accepted.
         generated_tokens: New tokens handed out.
         steps: Steps of the model.
-        interrupted: Running requests ended by `interrupt`.
+        interrupted: Ended by `interrupt`, or by the end of the loop, its failure included.
     """
 
     requests: int = 0
@@ -77,7 +74,8 @@ class EngineLoop(TaskOwner):
 
     Args:
         executor: Runs an agent that understands `mpexec.agent.steps`; started and stopped by the loop.
-        new_scheduler: Makes an empty scheduler for each start; its argument is the id of the first step.
+        new_scheduler: Makes an empty scheduler for each start and after each end; its argument is the id of the first
+            step.
         requests: Opened and closed by the loop.
 
     Attributes:
@@ -95,27 +93,11 @@ class EngineLoop(TaskOwner):
         self.telemetry = Telemetry()
         self.at_rest = asyncio.Event()
         self._pace = Pace.FULL
-        self._tokens_at: deque[tuple[float, int]] = deque()
-        self._recent_tokens = 0
         self._end: asyncio.Task[BaseException | None] | None = None
-
-    def tokens_per_second(self) -> float:
-        """New tokens per second over the last ten seconds, or over the time since the first of them."""
-        now = time.monotonic()
-        self._forget_tokens(now)
-        if not self._tokens_at:
-            return 0.0
-        return self._recent_tokens / max(now - self._tokens_at[0][0], 1e-3)
-
-    def _forget_tokens(self, now: float) -> None:
-        while self._tokens_at and now - self._tokens_at[0][0] > _RATE_WINDOW_S:
-            self._recent_tokens -= self._tokens_at.popleft()[1]
 
     def _open(self, tasks: TaskSet) -> None:
         self._requests.open()
-        self.scheduler = self._new_scheduler(self.scheduler.next_step_id)
-        self.scheduler.pace = self._pace
-        self.telemetry.reset()
+        self._forget_requests()  # of a loop that was closed before it came to an end
         self.at_rest = asyncio.Event()
         self._started = tasks
         self._end = None
@@ -130,6 +112,14 @@ class EngineLoop(TaskOwner):
             (self._response_loop(), "response_loop"),
         ):
             self._start_own(tasks, _raising_root_cause(work), name)
+
+    def _forget_requests(self) -> None:
+        """The tasks are gone: nothing that is under way will be answered to the end. Again, it changes nothing."""
+        done = self.counters
+        done.interrupted = done.requests - done.finished - done.cancelled - done.refused
+        self.scheduler = self._new_scheduler(self.scheduler.next_step_id)
+        self.scheduler.pace = self._pace
+        self.telemetry.reset()
 
     def _start_own(self, tasks: TaskSet, work: Coroutine[Any, Any, None], name: str) -> None:
         task = tasks.start(work, name=name)
@@ -262,10 +252,7 @@ class EngineLoop(TaskOwner):
             progress = await self._outbox.get()
             for one in progress:
                 self._hand_out(one)
-            now = time.monotonic()
-            self._tokens_at.append((now, len(progress)))
-            self._recent_tokens += len(progress)
-            self._forget_tokens(now)
+            self.telemetry.tokens.add(len(progress))
 
     def _hand_out(self, one: Progress) -> None:
         self.counters.generated_tokens += 1
@@ -308,6 +295,7 @@ class EngineLoop(TaskOwner):
         be passed on where it hides no root cause.
         """
         if self._end is None:
+            self._forget_requests()
             self._end = asyncio.create_task(self._end_executor(tasks.failure), name="EngineLoop.end_executor")
         interrupted = False
         while not self._end.done():

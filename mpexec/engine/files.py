@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from mpexec.errors import ConfigError
@@ -12,17 +13,21 @@ def absolute(path: str | Path) -> Path:
     """The path as seen from this process's folder, whoever uses it; "~" is the user's home.
 
     Raises:
-        ConfigError: It is empty, which is no name for the current folder.
+        ConfigError: It is no path that another process can be told, or empty, which is no name for the current folder.
     """
-    if not str(path):
-        raise ConfigError("'' names no file or folder: give a path, '.' for the current folder")
+    if not isinstance(path, str | Path) or not str(path):
+        raise ConfigError(f"{path!r} names no file or folder: give a path, '.' for the current folder")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{str(path)!r} is no path that another process can be told: {error}") from None
     return Path(os.path.expanduser(path)).absolute()  # that of pathlib raises where there is no such user
 
 
 def is_writable(file: Path) -> bool:
     """True if `write_whole` can write there, as far as can be said before: it is tried under another name."""
     try:
-        if os.path.isdir(file) or (_is_there(file) and not os.access(file, os.W_OK)):
+        if not _may_be_replaced(file):
             return False
         beside = _beside(file)
         beside.touch(exist_ok=False)
@@ -46,13 +51,13 @@ def write_whole(file: Path, content: bytes) -> None:
         half.unlink(missing_ok=True)
 
 
-def _is_there(file: Path) -> bool:
+def _may_be_replaced(file: Path) -> bool:
     """Raises OSError where there cannot be such a file, for example because its name is too long."""
     try:
-        file.stat()
+        mode = file.stat().st_mode
     except FileNotFoundError:
-        return False
-    return True
+        return True
+    return stat.S_ISREG(mode) and os.access(file, os.W_OK)  # never a device: whoever is root could
 
 
 def _beside(file: Path) -> Path:

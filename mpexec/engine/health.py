@@ -42,11 +42,14 @@ class Health:
     Attributes:
         ok: Requests are served, or wait for a wake-up that somebody has to ask for.
         state: "new", "running", "draining" (an operation waits for what runs), "sleeping", "stalled" (requests run, and
-            no step has ended for `EngineConfig.stall_timeout`) or "stopped".
+            no step has ended for `EngineConfig.stall_timeout`; or the engine's process has been silent for as long) or
+            "stopped".
         reason: The root cause when it stopped by a failure.
         ranks: Index = rank; empty before the start, and where it is not known.
         step_age: Seconds since a step ended, or since the oldest one under way was sent if that was later; None while
             no step is under way.
+        silence: Of a client: seconds for which the engine's process has let something wait for an answer without a
+            word; None while nothing waits, and for an engine in this process.
     """
 
     ok: bool
@@ -54,9 +57,10 @@ class Health:
     reason: BaseException | None = None
     ranks: tuple[RankHealth, ...] = ()
     step_age: float | None = None
+    silence: float | None = None
 
     def judged(self, stall_timeout: float | None) -> Health:
-        """The same, "stalled" if no step has ended for `stall_timeout` seconds; None never is."""
-        if self.ok and stall_timeout is not None and self.step_age is not None and self.step_age >= stall_timeout:
+        """The same, "stalled" if no step has ended, or no word has come, for that many seconds; None never is."""
+        if self.ok and stall_timeout is not None and max(self.step_age or 0.0, self.silence or 0.0) >= stall_timeout:
             return replace(self, ok=False, state="stalled")
         return self

@@ -22,9 +22,10 @@ class Metrics:
         steps: Steps of the model.
         running: Requests that have a slot now.
         waiting: Requests that wait for a slot now.
-        tokens_per_second: New tokens per second over the last ten seconds.
+        tokens_per_second: New tokens per second since the first token in the last ten seconds, and over a second at
+            least.
         interrupted: Requests that had not ended when an operation (`sleep_async`, `update_params_async`) had waited
-            for them as long as it was to.
+            for them as long as it was to, or when the engine was stopped or failed.
         queue_wait: From the arrival of a request to the step that takes in the beginning of its prompt.
         time_to_first_token: From its arrival to its first token.
         inter_token: Between two tokens of a request.

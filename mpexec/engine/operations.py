@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpexec.config import check_flags
+from mpexec.deadline import Deadline
 from mpexec.engine.engine_loop import EngineLoop
 from mpexec.engine.files import absolute
 from mpexec.engine.health import RankHealth
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from mpexec.executor.base import Executor
 
 Weights = str | Path | Mapping[str, Any]
+_MAX_LEVEL = 100  # no agent knows so many
 
 
 class Operations:
@@ -75,6 +78,7 @@ class Operations:
 
     async def sleep_async(self, level: int, drain_timeout: float | None) -> None:
         """See `Engine.sleep_async`."""
+        level, drain_timeout = sleep_level(level), drain_seconds(drain_timeout)
         async with self._turn:
             if self.state == "asleep":
                 return
@@ -91,6 +95,8 @@ class Operations:
 
     async def update_params_async(self, weights: Weights, drain: bool, drain_timeout: float | None) -> None:
         """See `Engine.update_params_async`."""
+        drain_timeout = drain_seconds(drain_timeout)
+        check_flags(drain=drain)
         given = await in_thread(lambda: portable(weights), name="mpexec-weights")
         async with self._turn:
             if self.state == "asleep":
@@ -118,8 +124,6 @@ class Operations:
     @asynccontextmanager
     async def _ranks_free(self, what: str, pace: Pace, drain_timeout: float | None) -> AsyncIterator[None]:
         """No step is under way inside. Requests go on afterwards, unless the engine is asleep then."""
-        if drain_timeout is not None and not drain_timeout >= 0:
-            raise ConfigError(f"drain_timeout={drain_timeout!r}: use seconds of at least 0, or None to wait")
         self._check_serving()
         self.state = "draining"
         self._loop.set_pace(pace)
@@ -208,6 +212,30 @@ class Operations:
         if isinstance(error, ConfigError) and error.__cause__ is None:
             return True
         return len(errors) == self._executor.world_size and all(isinstance(e, ConfigError | ValueError) for e in errors)
+
+
+def sleep_level(level: Any) -> int:
+    """How deep to sleep, as it can go to the ranks.
+
+    Raises:
+        ConfigError: It is no number that an agent may know.
+    """
+    if not isinstance(level, int) or isinstance(level, bool) or not 0 <= level <= _MAX_LEVEL:
+        raise ConfigError(f"level={level!r}: use an integer from 0 to {_MAX_LEVEL}; the agent knows which")
+    return int(level)
+
+
+def drain_seconds(drain_timeout: Any) -> float | None:
+    """How long to wait for requests that run; None is for as long as it takes, and so is more than a year.
+
+    Raises:
+        ConfigError: It is no time.
+    """
+    try:
+        is_endless = Deadline.after(drain_timeout).at_ns is None
+    except ConfigError:
+        raise ConfigError(f"drain_timeout={drain_timeout!r}: use seconds of at least 0, or None to wait") from None
+    return None if is_endless else float(drain_timeout)
 
 
 def portable(weights: Weights) -> str | dict[str, Any]:

@@ -47,14 +47,16 @@ async def profiling(engine: Profiled, path: str | Path, **options: bool) -> Asyn
 
 
 def check_file(path: str | Path) -> Path:
-    """The absolute path of a file that can be written.
+    """The absolute path of a file that can be written, of links that to which they lead.
 
     Raises:
-        ConfigError: Its folder is not there or not writable, its name is no file's, or it is a folder itself.
+        ConfigError: Its folder is not there or cannot be written to, or what is there already is no regular file.
     """
     file = absolute(path)
-    if not is_writable(file):
-        raise ConfigError(f"a profile cannot be written to {file}: name a file in a folder that is there and writable")
+    if not is_writable(file):  # what is found out later is too late
+        raise ConfigError(
+            f"a profile cannot be written to {str(path)!r}: name a file in a folder that is there and writable"
+        )
     return file
 
 

@@ -19,7 +19,7 @@ _COUNTERS = {
     "finished": ("mpexec_requests_finished", "Requests answered to the end."),
     "cancelled": ("mpexec_requests_cancelled", "Requests given up by the client."),
     "refused": ("mpexec_requests_refused", "Requests for which there was no room, or that cannot run."),
-    "interrupted": ("mpexec_requests_interrupted", "Requests that an operation did not wait for any longer."),
+    "interrupted": ("mpexec_requests_interrupted", "Requests cut short by an operation, a stop or a failure."),
     "prompt_tokens": ("mpexec_prompt_tokens", "Tokens of all prompts."),
     "generated_tokens": ("mpexec_generated_tokens", "New tokens handed out."),
     "steps": ("mpexec_steps", "Steps of the model."),
@@ -27,7 +27,10 @@ _COUNTERS = {
 _GAUGES = {
     "running": ("mpexec_requests_running", "Requests that have a slot now."),
     "waiting": ("mpexec_requests_waiting", "Requests that wait for a slot now."),
-    "tokens_per_second": ("mpexec_tokens_per_second", "New tokens per second over the last ten seconds."),
+    "tokens_per_second": (
+        "mpexec_tokens_per_second",
+        "New tokens per second, of the last ten seconds at most.",
+    ),
 }
 _HISTOGRAMS = {
     "queue_wait": ("mpexec_queue_wait_seconds", "From a request's arrival to the step that begins its prompt."),

@@ -15,6 +15,7 @@ from itertools import count
 from typing import Any, Literal
 
 from mpexec.agent.steps import TokenLogprobs
+from mpexec.config import check_flags
 from mpexec.engine.sampling_params import SamplingParams
 from mpexec.engine.tokenizer import TextStream
 from mpexec.errors import ConfigError, EngineStoppedError, WrongStateError
@@ -42,6 +43,7 @@ class Generation:
     wait: bool = False
 
     def __post_init__(self) -> None:
+        check_flags(wait=self.wait)
         if type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY:
             raise ConfigError(
                 f"priority={self.priority!r}: use an integer from -{MAX_PRIORITY} to {MAX_PRIORITY}; lower starts first"

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mpexec.agent.steps import Sampling
-from mpexec.config import LEAST_SCALE, MAX_LOGPROBS, is_temperature
+from mpexec.config import LEAST_SCALE, MAX_LOGPROBS, check_flags, is_temperature
 from mpexec.errors import ConfigError
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; the stream may hold back as many
 MAX_STOP_TOKENS = 128
+MAX_INTEGER = (1 << 63) - 1  # what goes to an engine in another process has room for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,12 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self._check("max_new_tokens", _is_integer(self.max_new_tokens) and self.max_new_tokens >= 1,
-                    "an integer of at least 1")  # fmt: skip
+        self._check("max_new_tokens", _is_integer(self.max_new_tokens) and 1 <= self.max_new_tokens <= MAX_INTEGER,
+                    "an integer from 1 to 2**63 - 1")  # fmt: skip
         self._check("temperature",
                     _within(self.temperature, 0, sys.float_info.max) and is_temperature(self.temperature),
                     f"0 (greedy) or a finite number of at least {LEAST_SCALE:g}")  # fmt: skip
-        self._check("seed", _is_integer(self.seed) and 0 <= self.seed < 1 << 63, "an integer from 0 to 2**63 - 1")
+        self._check("seed", _is_integer(self.seed) and 0 <= self.seed <= MAX_INTEGER, "an integer from 0 to 2**63 - 1")
         self._check("top_k", _is_integer(self.top_k) and 0 <= self.top_k < 1 << 31,
                     "0 (all tokens) or an integer of at least 1")  # fmt: skip
         self._check("top_p", _within(self.top_p, 0, 1) and self.top_p > 0, "a number above 0, up to 1 (all tokens)")
@@ -65,7 +66,9 @@ class SamplingParams:
         self._check("logprobs",
                     self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
                     f"None or an integer from 0 to {MAX_LOGPROBS}")  # fmt: skip
+        check_flags(ignore_eos=self.ignore_eos)
         self._take_stops()
+        self._take_plain_numbers()
 
     def _check(self, name: str, is_good: bool, remedy: str) -> None:
         if not is_good:
@@ -76,10 +79,8 @@ class SamplingParams:
         strings = (self.stop,) if isinstance(self.stop, str) else items_of(self.stop)
         self._check(
             "stop",
-            strings is not None
-            and len(strings) <= MAX_STOPS
-            and all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in strings),
-            f"a string, or up to {MAX_STOPS} of them, of 1 to {MAX_STOP_LENGTH} characters each",
+            strings is not None and len(strings) <= MAX_STOPS and all(is_stop(one) for one in strings),
+            f"a string, or up to {MAX_STOPS} of them, of 1 to {MAX_STOP_LENGTH} characters of valid Unicode text each",
         )
         tokens = items_of(self.stop_token_ids)
         self._check(
@@ -89,8 +90,16 @@ class SamplingParams:
             and all(_is_integer(one) and 0 <= one < 1 << 31 for one in tokens),
             f"up to {MAX_STOP_TOKENS} token ids, integers of at least 0",
         )
-        object.__setattr__(self, "stop", strings)
-        object.__setattr__(self, "stop_token_ids", tokens)
+        object.__setattr__(self, "stop", tuple("".join(one) for one in strings or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(int(one) for one in tokens or ()))
+
+    def _take_plain_numbers(self) -> None:
+        """Make plain numbers of NumPy's and the like, and of integers as large as only a float may be."""
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("max_new_tokens", "seed", "top_k"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "logprobs", None if self.logprobs is None else int(self.logprobs))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -100,14 +109,25 @@ class SamplingParams:
     def sampling(self) -> Sampling:
         """What the agent needs of it."""
         return Sampling(
-            temperature=float(self.temperature),
+            temperature=self.temperature,
             seed=self.seed,
             top_k=self.top_k,
-            top_p=float(self.top_p),
-            min_p=float(self.min_p),
-            repetition_penalty=float(self.repetition_penalty),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
             logprobs=self.logprobs,
         )
+
+
+def is_stop(value: Any) -> bool:
+    """True for text that can end an answer; a lone surrogate is in no text that a model writes."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_STOP_LENGTH:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_integer(value: Any) -> bool:

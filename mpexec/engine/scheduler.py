@@ -81,8 +81,14 @@ class _Flight:
     owners: tuple[tuple[int, Sequence], ...]
 
 
-def check_prompt(prompt: tuple[int, ...], *, max_length: int, vocab_size: int) -> None:
+def check_prompt(prompt: tuple[int, ...], *, max_length: int, vocab_size: int, limit: str = "") -> None:
     """Check that a prompt can run at all, so that it cannot bring down the ranks.
+
+    Args:
+        prompt: Token ids.
+        max_length: Most tokens of prompt and answer together.
+        vocab_size: Token ids are below it.
+        limit: `max_length` in words, where there is more to say of it.
 
     Raises:
         ConfigError: It is empty, leaves no room for an answer, or has a token that the model does not know.
@@ -93,8 +99,9 @@ def check_prompt(prompt: tuple[int, ...], *, max_length: int, vocab_size: int) -
         if type(token) is not int or not 0 <= token < vocab_size:  # True is an int, and no id to the ranks
             raise ConfigError(f"token id {token!r} is not one of this model's: use integers from 0 to {vocab_size - 1}")
     if len(prompt) >= max_length:
+        limit = limit or f"{max_length} tokens"
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens; prompt and answer together may have {max_length}: shorten the prompt"
+            f"the prompt has {len(prompt)} tokens; prompt and answer together may have {limit}: shorten the prompt"
         )
 
 

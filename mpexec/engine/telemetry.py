@@ -6,10 +6,14 @@ A few dictionary look-ups for each step and token; nothing here waits or fails.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mpexec.histogram import Histogram
+
+_RATE_WINDOW_NS = 10_000_000_000
+_RATE_LEAST_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -19,6 +23,38 @@ class _Times:
     accepted: int
     started: int | None = None
     last_token: int | None = None
+
+
+class Rate:
+    """How many come a second, since the first in the last ten seconds, and over a second at least.
+
+    One step alone would be no measure. Costs the same however many steps the ten seconds had.
+
+    Args:
+        clock: Monotonic nanoseconds.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self._clock = clock
+        self._recent: deque[tuple[int, int]] = deque()  # moment and count
+        self._sum = 0
+
+    def add(self, count: int) -> None:
+        """So many have come now."""
+        now = self._clock()
+        self._recent.append((now, count))
+        self._sum += count
+        self._forget(now)
+
+    def per_second(self) -> float:
+        """The rate as of now."""
+        now = self._clock()
+        self._forget(now)
+        return self._sum * 1e9 / max(now - self._recent[0][0], _RATE_LEAST_NS) if self._recent else 0.0
+
+    def _forget(self, now: int) -> None:
+        while self._recent and now - self._recent[0][0] > _RATE_WINDOW_NS:
+            self._sum -= self._recent.popleft()[1]
 
 
 class Telemetry:
@@ -32,6 +68,7 @@ class Telemetry:
         time_to_first_token: From its acceptance to its first token.
         inter_token: Between two tokens of a request.
         end_to_end: From its acceptance to its last token; of requests that ended by "stop" or "length".
+        tokens: New tokens of all requests.
         step: Steps of the model as the driver sees them: from the sending, or from the output of the step before if
             that was later, to the output.
     """
@@ -43,6 +80,7 @@ class Telemetry:
         self.inter_token = Histogram()
         self.end_to_end = Histogram()
         self.step = Histogram()
+        self.tokens = Rate(clock)
         self._requests: dict[int, _Times] = {}
         self._sent: dict[int, int] = {}  # by step, in the order of sending
         self._last_output = 0

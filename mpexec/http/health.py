@@ -1,4 +1,4 @@
-"""Whether requests make progress: the engine serves, and where requests run, steps end."""
+"""Whether requests make progress: the engine serves, where requests run, steps end, and who is asked, answers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ class Verdict:
 
 
 class HealthCheck:
-    """Knows how long requests have been running without a step that ended.
+    """Knows how long requests have been running without a step that ended, or waiting for an engine that is silent.
 
     A rank that was stopped, or that waits for ever inside a library, is alive for the kernel: that no step ends is
-    the only sign. Idle is healthy for any length of time.
+    the only sign. So is the engine's process: that it does not answer is the only sign. Idle is healthy for any length
+    of time.
 
     Args:
         engine: Asked for its state and counts; its ranks are never asked, so a check cannot hang.
-        stall_timeout: Seconds without a step, while requests run, that count as a stall; 0 never does.
+        stall_timeout: Seconds without a step while requests run, or without a word while something waits for the
+            engine's answer, that count as a stall; 0 never does.
         clock: Monotonic seconds.
     """
 
@@ -71,6 +73,9 @@ class HealthCheck:
             reason = health.reason
             return Verdict(False, health.state, None if reason is None else f"{type(reason).__name__}: {reason}")
         idle = self.look()
+        silence = health.silence or 0.0
+        if silence >= self._stall_timeout:
+            return Verdict(False, "stalled", f"the engine's process has not answered for {silence:.0f} s")
         if idle >= self._stall_timeout:
             cause = f"requests run, but no step of the model has ended for {idle:.0f} s"
             return Verdict(False, "stalled", "; ".join([cause, *map(str, health.ranks)]))

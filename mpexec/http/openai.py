@@ -22,6 +22,7 @@ from mpexec.engine.sampling_params import (
     MAX_STOP_TOKENS,
     MAX_STOPS,
     SamplingParams,
+    is_stop,
 )
 from mpexec.http.logprobs import ChatLogprobs, CompletionLogprobs, Logprobs, TextOf
 
@@ -263,9 +264,9 @@ class _Fields:
             self._left["stop"] = [one]
         return self.items(
             "stop",
-            lambda item: isinstance(item, str) and 0 < len(item) <= MAX_STOP_LENGTH,
+            is_stop,
             MAX_STOPS,
-            f"a string of 1 to {MAX_STOP_LENGTH} characters, or up to {MAX_STOPS} of them",
+            f"a string of 1 to {MAX_STOP_LENGTH} characters of valid Unicode text, or up to {MAX_STOPS} of them",
         )
 
     def temperature(self, name: str, default: float) -> float:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mpexec.config import check_flags
 from mpexec.engine.engine import GenerationOutput, Health, Metrics, ModelPlan, SamplingParams
 from mpexec.engine.files import absolute
-from mpexec.engine.operations import Weights
+from mpexec.engine.operations import Weights, drain_seconds, sleep_level
 from mpexec.engine.profiling import profiling
 from mpexec.engine.request import Generation
 from mpexec.errors import ConfigError, ConnectionLostError, EngineStoppedError, WrongStateError
@@ -71,32 +72,35 @@ class EngineClient(TaskOwner):
     def health(self) -> Health:
         """Whether requests are served, without asking: the end of the engine is known here when it happens.
 
-        The rest is what the engine told last: ten times a second while requests run, and when its state changes.
+        The rest is what the engine told last: ten times a second while it is asked for anything, and when its state
+        changes. If it says nothing, though asked, that is known here as well.
         """
         if self._root is not None:
             return Health(False, "stopped", self._root)
-        if self.running and self._client is not None:
-            return self._health_told()
+        client = self._client
+        if self.running and client is not None:
+            return self._health_told(client.silence)
         return Health(False, "stopped" if self._was_started or self._released else "new")
 
     def metrics(self) -> Metrics:
         """The counts that the engine told last: at the end of each answer and, while any runs, ten times a second."""
         return Metrics() if self._news is None else self._news.metrics
 
-    def _health_told(self) -> Health:
+    def _health_told(self, silence: float | None) -> Health:
         """What the engine told last; a step that was under way then is older by now."""
-        if self._news is None or self._news.health.state in ("new", "stopped"):
-            return Health(True, "running")
+        if self._news is None:  # a moment after the start
+            return Health(True, "running", silence=silence)
         health, limit = self._news.health, self._news.stall_timeout
-        if health.step_age is not None:
-            health = replace(health, step_age=health.step_age + time.monotonic() - self._told_at)
-        return health.judged(limit)
+        if health.state in ("new", "stopped"):
+            health = Health(True, "running")
+        age = None if health.step_age is None else health.step_age + time.monotonic() - self._told_at
+        return replace(health, step_age=age, silence=silence).judged(limit)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
     async def sleep_async(self, level: int = 1, *, drain_timeout: float | None = None) -> None:
         """As `Engine.sleep_async`."""
-        await self._operate("sleep", level, drain_timeout)
+        await self._operate("sleep", sleep_level(level), drain_seconds(drain_timeout))
 
     async def wakeup_async(self) -> None:
         """As `Engine.wakeup_async`."""
@@ -114,7 +118,8 @@ class EngineClient(TaskOwner):
             raise ConfigError(
                 "this engine runs in another process: save the state dict to a safetensors file, and name it"
             )
-        await self._operate("update_params", str(absolute(weights)), drain, drain_timeout)
+        check_flags(drain=drain)
+        await self._operate("update_params", str(absolute(weights)), drain, drain_seconds(drain_timeout))
 
     def profile(
         self, path: str | Path, *, record_shapes: bool = False, with_stack: bool = False
@@ -124,6 +129,7 @@ class EngineClient(TaskOwner):
 
     async def start_profile_async(self, *, record_shapes: bool = False, with_stack: bool = False) -> None:
         """As `Engine.start_profile_async`."""
+        check_flags(record_shapes=record_shapes, with_stack=with_stack)
         await self._operate("start_profile", record_shapes=record_shapes, with_stack=with_stack)
 
     async def stop_profile_async(self, path: str | Path) -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -128,6 +129,16 @@ class AsyncRPCClient(TaskOwner):
         self._ended: BaseException | None = None
         self.on_news: Callable[[Any], None] | None = None
         self.late = 0
+        self._waits_since: float | None = None  # monotonic seconds
+
+    @property
+    def silence(self) -> float | None:
+        """Seconds for which the server has let something wait for an answer, and has said nothing at all.
+
+        None while nothing waits. May be read from any thread.
+        """
+        since = self._waits_since
+        return None if since is None else time.monotonic() - since
 
     @property
     def unacknowledged(self) -> int:
@@ -171,6 +182,7 @@ class AsyncRPCClient(TaskOwner):
         self._sockets.close()
         self._outgoing, self._outgoing_bytes = [], 0
         self._cancelling.clear()
+        self._waits_since = None
 
     async def start_async(self) -> None:
         """Connect.
@@ -332,6 +344,8 @@ class AsyncRPCClient(TaskOwner):
 
     def _send(self, request: Request, size: int = _REQUEST_BYTES) -> None:
         """Send with whatever else is sent in this turn of the loop."""
+        if self._waits_since is None:
+            self._waits_since = time.monotonic()
         if self._outgoing_bytes + size > _FRAME_BYTES:
             self._flush()
         if not self._outgoing:
@@ -347,10 +361,11 @@ class AsyncRPCClient(TaskOwner):
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def _on_message(self, parts: list[bytes]) -> None:
-        if not parts[-1]:  # the server wanted to know whether we are there
-            return
-        for kind, call_id, payload in decode_items(parts[-1]):
-            self._take(kind, call_id, payload)
+        if parts[-1]:  # else the server wanted to know whether we are there
+            for kind, call_id, payload in decode_items(parts[-1]):
+                self._take(kind, call_id, payload)
+        # A call that was given up waits, too: callers that are less patient than the judge must not hide the silence.
+        self._waits_since = time.monotonic() if self._calls or self._cancelling else None
 
     def _take(self, kind: int, call_id: int, payload: bytes) -> None:
         if kind == WELCOME:

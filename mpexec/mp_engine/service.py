@@ -90,6 +90,7 @@ class EngineService(TaskOwner):
 
     def about(self) -> tuple[CheckpointFacts, int, int]:
         """The model, its ranks and the limit of its texts: arguments of `ModelPlan.of_facts`."""
+        self._server.publish(self._news())  # whoever asks has just come, and knows nothing yet
         plan = self._engine.plan
         return plan.facts, plan.tp, plan.max_length
 
@@ -101,7 +102,7 @@ class EngineService(TaskOwner):
 
     async def stop_engine(self) -> None:
         """Stop the engine's tasks; every open request hears of it. `start_engine` may follow."""
-        await self._engine.stop_async()
+        await self._operate(self._engine.stop_async())
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, priority: int = 0, wait: bool = False
@@ -137,7 +138,7 @@ class EngineService(TaskOwner):
         await self._operate(self._engine.update_params_async(path, drain=drain, drain_timeout=drain_timeout))
 
     async def _operate(self, operation: Coroutine[Any, Any, None]) -> None:
-        """Clients hear of the state when an operation begins and when it has ended."""
+        """Clients hear of state and counts when an operation begins and when it has ended."""
         self._changed.set()
         try:
             await operation
@@ -146,6 +147,7 @@ class EngineService(TaskOwner):
 
     async def start_profile(self, record_shapes: bool = False, with_stack: bool = False) -> None:
         """As `Engine.start_profile_async`; should the client go, its profile goes, too."""
+        self._changed.set()
         earlier, mine = self._profile, object()
         self._profile = mine
         when_caller_goes(lambda: self._abandoned.set() if self._profile is mine else None)
@@ -166,6 +168,7 @@ class EngineService(TaskOwner):
 
     async def stop_profile(self, path: str) -> str:
         """End the profile and write it, as `Engine.stop_profile_async`."""
+        self._changed.set()
         written = await self._engine.stop_profile_async(path)
         self._profile = None
         return str(written)
@@ -217,12 +220,15 @@ class EngineService(TaskOwner):
         self._is_told = False
 
     async def _publish_news(self) -> None:
-        """Clients see counts that are a moment old; while nothing changes, nothing is sent."""
+        """Clients see counts that are a moment old; while nothing changes, and nobody waits, nothing is sent.
+
+        Whoever waits for something hears a word ten times a second: silence means that this process has come to a halt.
+        """
         last: News | None = None
         while True:
             await self._changed.wait()
             self._changed.clear()
-            while (now := self._news()) != last or self._streams:
+            while (now := self._news()) != last or self._server.open_calls:
                 self._server.publish(now)
                 last = now
                 await asyncio.sleep(_METRICS_EVERY_S)

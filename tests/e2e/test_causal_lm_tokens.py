@@ -253,7 +253,7 @@ def test_a_model_that_cannot_be_split_is_refused_with_the_remedy(tmp_path: Path)
     ).save_pretrained(tmp_path)
     agent = CausalLMAgent(str(tmp_path))
     agent.world_size = 2
-    with pytest.raises(ConfigError, match=r"opt models have no tensor-parallel plan .* world_size=1"):
+    with pytest.raises(ConfigError, match=r"opt models have no tensor-parallel plan .* world_size=1 \(--tp 1\)"):
         agent.build_model()
 
 
@@ -265,6 +265,15 @@ def test_arguments_that_cannot_work_are_refused_before_loading() -> None:
         CausalLMAgent(path, max_slots=0)
     with pytest.raises(ConfigError, match="float32, bfloat16, float16"):
         CausalLMAgent(path, dtype="float8")
+
+
+@pytest.mark.parametrize("slots", [10**9, 10**30])
+def test_a_cache_that_the_device_has_no_room_for_is_refused_with_what_would_make_it_smaller(slots: int) -> None:
+    agent = CausalLMAgent(str(default_model_path()), max_slots=slots, max_length=500)
+    layers, kv_heads, width = agent._facts.layers, agent._facts.kv_heads, agent._facts.head_dim
+    size = 2 * 4 * layers * slots * kv_heads * 500 * width
+    with pytest.raises(ConfigError, match=f"max_slots={slots} and max_length=500 need a cache of {size} bytes"):
+        agent._make_cache()
 
 
 def test_building_leaves_streams_and_environment_alone() -> None:

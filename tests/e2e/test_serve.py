@@ -440,6 +440,27 @@ def test_health_is_503_while_no_step_ends_and_200_when_steps_go_on(start: Callab
         stream.close()
 
 
+@pytest.mark.slow
+def test_health_is_503_while_the_engine_does_not_answer_and_200_when_it_does(start: Callable[..., Served]) -> None:
+    served = start("--stall-timeout", "1", "--tp", "1", command=COMMAND).wait_ready()  # F070
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    (engine,) = [child for child in children if child.name() == "mpexec-engine"]
+    engine.suspend()
+    for _ in range(20):  # clients that are less patient than the check
+        with pytest.raises(openai.APITimeoutError), served.client(timeout=0.2) as client:
+            client.completions.create(model=MODEL, prompt=[1], max_tokens=2)
+    status, body = served.get("/health")
+    assert (status, json.loads(body)["status"]) == (503, "stalled")
+    assert "the engine's process has not answered" in body
+    assert served.metric("mpexec_healthy") == 0
+    engine.resume()
+    wait_until(lambda: served.get("/health")[0] == 200)
+    with served.client() as client:
+        assert client.completions.create(model=MODEL, prompt=[1], max_tokens=2).usage.completion_tokens == 2
+    served.process.send_signal(signal.SIGTERM)
+    assert served.end()[:2] == (0, "")
+
+
 # -- failures ------------------------------------------------------------------------------------------------------
 
 

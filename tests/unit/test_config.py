@@ -84,9 +84,22 @@ def test_cores_are_divided_among_the_ranks(monkeypatch: pytest.MonkeyPatch) -> N
     assert spec(threads=5).threads_per_rank() == 5
 
 
-@pytest.mark.parametrize("fields", [{"max_slots": 0}, {"max_queue": 0}, {"max_length": 1}, {"stop_timeout": 0}])
-def test_engine_limits_that_cannot_work_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_slots": 0},
+        {"max_slots": "8"},
+        {"max_slots": True},
+        {"max_queue": 0},
+        {"prefill_chunk": 0.5},
+        {"max_length": 1},
+        {"max_length": 64.0},
+        {"stop_timeout": 0},
+        {"stall_timeout": "5"},
+    ],
+)
+def test_engine_limits_that_cannot_work_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(fields))):
         EngineConfig(**fields)
 
 

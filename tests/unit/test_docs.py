@@ -5,14 +5,21 @@ from __future__ import annotations
 import configparser
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from mpexec.cli.checks import EXTRAS
+from mpexec.engine.health import Health
+from mpexec.engine.metrics import Metrics
+from mpexec.http.health import HealthCheck
+from mpexec.http.metrics import EngineMetrics
 from tests.bench.__main__ import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "guarantees.md").read_text()
 PICTURE = (ROOT / "docs" / "how_it_works.md").read_text()
 README = (ROOT / "README.md").read_text()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 NOT_YET = {"5"}
 FOR_DEVELOPERS = {"test", "dev"}
 
@@ -49,6 +56,12 @@ def test_every_numbered_promise_is_shown_by_a_test() -> None:
     rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", shown, re.MULTILINE))
     assert sorted(rows, key=int) == [number for number in numbers if number not in NOT_YET]
     assert all("::test_" in tests for tests in rows.values())
+
+
+def test_the_metrics_that_are_served_are_the_ones_that_are_named() -> None:
+    engine: Any = SimpleNamespace(metrics=Metrics, health=lambda: Health(True, "running"))
+    text = EngineMetrics(engine, HealthCheck(engine, 0), "kjv-small").text().decode()
+    assert set(re.findall(r"`(mpexec_\w+)`", OPERATIONS)) == set(re.findall(r"^# TYPE (\w+) ", text, re.MULTILINE))
 
 
 def test_the_files_and_threads_of_the_picture_exist() -> None:

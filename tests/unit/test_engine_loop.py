@@ -181,7 +181,7 @@ async def test_requests_are_batched_and_each_gets_its_own_tokens(stack: Stack) -
     counts = stack.loop.counters
     assert (counts.requests, counts.finished, counts.cancelled, counts.refused) == (6, 6, 0, 0)
     assert (counts.prompt_tokens, counts.generated_tokens, counts.steps) == (6, 18, 6)
-    assert stack.loop.tokens_per_second() > 0
+    assert stack.loop.telemetry.tokens.per_second() > 0
 
 
 async def test_an_idle_loop_uses_no_cpu(stack: Stack) -> None:
@@ -314,6 +314,38 @@ async def test_a_failure_before_anybody_waits_is_still_raised_to_every_waiter(st
     waiters = await asyncio.gather(*(stack.loop.wait_tasks() for _ in range(2)), return_exceptions=True)
     assert [type(outcome) for outcome in waiters] == [OSError, OSError]
     assert stack.executor.verbs == ["start", "stop", "release"]
+
+
+@pytest.mark.parametrize("end", ["stop", "failure"])
+async def test_requests_that_an_end_cuts_short_count_as_interrupted_and_are_not_under_way_any_more(end: str) -> None:
+    stack = Stack(max_slots=2)
+    counts = stack.loop.counters
+
+    def ended() -> tuple[int, ...]:
+        under_way = stack.loop.scheduler.running + stack.loop.scheduler.waiting
+        assert counts.requests == counts.finished + counts.cancelled + counts.refused + counts.interrupted + under_way
+        return counts.finished, counts.cancelled, counts.refused, counts.interrupted, under_way
+
+    async with asyncio.timeout(30), stack.loop:
+        await stack.answer(1, new=1)
+        requests = [stack.post(n, new=500) for n in (1, 2, 3, 4, 999_999)]
+        await requests[0].receive_async()
+        stack.requests.post_cancel(requests[3])
+        await requests[4].receive_async()
+        await requests[0].receive_async()
+        assert ended() == (1, 1, 1, 0, 3)
+        if end == "stop":
+            await stack.loop.stop_async()
+        else:
+            stack.executor.lose(OSError("rank lost"))
+            with pytest.raises(OSError, match="rank lost"):
+                await stack.loop.wait_tasks()
+        assert ended() == (1, 1, 1, 3, 0)
+        await stack.loop.stop_async()
+        if end == "stop":
+            await stack.loop.start_async()
+            await stack.answer(1, new=1)
+            assert ended() == (2, 1, 1, 3, 0)
 
 
 async def test_stop_ends_wait_tasks_normally_answers_requests_and_may_be_followed_by_start(stack: Stack) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from mpexec.agent.steps import TokenLogprobs
-from mpexec.engine.engine import GenerationOutput
+from mpexec.engine.engine import GenerationOutput, Health, Metrics
 from mpexec.errors import ConfigError, QueueFullError
 from mpexec.http.chat import ChatTemplate
 from mpexec.http.generation import collect_async, merge, while_connected
@@ -160,6 +160,8 @@ def test_anything_else_is_no_prompt(value: Any) -> None:
         ("stop", ["a", ""]),
         ("stop", ["a"] * 17),
         ("stop", "a" * 257),
+        ("stop", ["a", "\ud800"]),
+        ("max_tokens", 10**20),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", 5),
         ("logprobs", 21),
@@ -404,7 +406,7 @@ async def test_work_ends_when_the_client_goes_and_the_watch_ends_with_the_work()
 def test_only_running_requests_without_steps_are_a_stall() -> None:
     now = [0.0]
     counts = SimpleNamespace(steps=0, running=0)
-    health = SimpleNamespace(ok=True, state="running", reason=None, ranks=(), step_age=None)
+    health = SimpleNamespace(ok=True, state="running", reason=None, ranks=(), step_age=None, silence=None)
     engine: Any = SimpleNamespace(health=lambda: health, metrics=lambda: counts)
     check = HealthCheck(engine, 10.0, clock=lambda: now[0])
     for second, steps, running, ok in (
@@ -423,6 +425,17 @@ def test_only_running_requests_without_steps_are_a_stall() -> None:
     assert check.check().status == "draining"  # requests run and no step does: weights are being changed
     now[0], health.step_age = 232, 10.0
     assert not check.check().ok
+
+
+def test_an_engine_that_leaves_requests_without_a_word_is_stalled_whatever_it_told_before() -> None:  # F070
+    health = Health(True, "running", silence=9.9)
+    engine: Any = SimpleNamespace(health=lambda: health, metrics=Metrics)
+    check = HealthCheck(engine, 10.0)
+    assert check.check().body() == {"status": "ok"}
+    for state in ("running", "draining", "sleeping", "stalled"):
+        health = Health(state != "stalled", state, silence=15.0)
+        assert check.check().body() == {"status": "stalled", "cause": "the engine's process has not answered for 15 s"}
+    assert HealthCheck(engine, 0).check().ok
 
 
 def test_a_stopped_engine_is_unhealthy_with_its_cause() -> None:

@@ -48,10 +48,34 @@ def test_a_trace_is_written_whole_and_compressed_where_its_name_says_so(tmp_path
     assert sorted(os.listdir(tmp_path)) == ["trace.json", "trace.json.gz"]
 
 
-@pytest.mark.parametrize("path", ["", "missing/trace.json", "a" * 300, "a\0b", "/proc/trace.json", "~nobody-here/x"])
-def test_a_place_where_no_file_can_be_is_refused(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    ["", "missing/trace.json", "file/trace.json", "pipe", "circle", "/dev/null", "/proc/trace.json", "n" * 256, "\0"],
+)
+def test_a_place_where_no_file_can_be_is_refused_before_anything_is_profiled(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(os.listdir(tmp_path))
     with pytest.raises(ConfigError, match="cannot be written"):
         check_file(tmp_path / path)
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("path", [None, 5, b"trace.json"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with pytest.raises(ConfigError, match="names no file"):
+        check_file(path)
+
+
+def test_a_link_is_followed_and_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("n" * 255)
+    (tmp_path / "link").symlink_to(target)
+    for _ in range(2):
+        write_trace(check_file(tmp_path / "link"), [json.dumps(trace(0, 7, 1.0)).encode()], [7])
+    assert (tmp_path / "link").is_symlink()
+    assert len(json.loads(target.read_bytes())["traceEvents"]) == 5
+    assert len(os.listdir(tmp_path)) == 2
 
 
 class Recorded:

@@ -21,6 +21,7 @@ from mpexec.engine.request import (
 )
 from mpexec.engine.sampling_params import SamplingParams
 from mpexec.errors import ConfigError, EngineStoppedError, WrongStateError
+from mpexec.mp_engine.frames import decode_arguments, encode_arguments
 
 GENERATION = Generation((1, 2), SamplingParams())
 
@@ -47,6 +48,8 @@ def last(*token_ids: int) -> Response:
         {"max_new_tokens": -3},
         {"max_new_tokens": 1.5},
         {"max_new_tokens": True},
+        {"max_new_tokens": 1 << 63},
+        {"ignore_eos": 1},
         {"temperature": -0.1},
         {"temperature": math.nan},
         {"temperature": math.inf},
@@ -78,6 +81,8 @@ def last(*token_ids: int) -> Response:
         {"stop": 5},
         {"stop": ["a"] * 17},
         {"stop": "a" * 257},
+        {"stop": "\ud800"},
+        {"stop": ["a", "b\udcff"]},
         {"stop_token_ids": [-1]},
         {"stop_token_ids": [True]},
         {"stop_token_ids": "12"},
@@ -96,6 +101,35 @@ def test_sampling_params_keep_stops_as_tuples_and_one_string_is_one_stop() -> No
     assert (params.stop, params.stop_strings, params.stop_token_ids) == (("a", "b"), ("a", "b"), (1, 2))
     assert SamplingParams(stop="END").stop_strings == ("END",)
     assert SamplingParams(stop=()).stop_strings == ()
+
+
+class Text(str):
+    pass
+
+
+class Whole(int):
+    pass
+
+
+class Share(float):
+    """As NumPy's numbers are floats."""
+
+
+def test_sampling_params_that_are_accepted_can_go_to_an_engine_in_another_process() -> None:
+    params = SamplingParams(
+        max_new_tokens=(1 << 63) - 1,
+        temperature=Share(0.5),
+        top_p=1,
+        repetition_penalty=10**300,
+        logprobs=Whole(0),
+        seed=Whole(7),
+        stop=[Text("END"), "\U0001f54a"],
+        stop_token_ids=[Whole(7)],
+    )
+    (decoded,), _ = decode_arguments(encode_arguments((params,), {}))
+    assert SamplingParams(**decoded) == params
+    assert {type(value) for value in decoded.values()} <= {int, float, bool, list}
+    assert [type(one) for one in params.stop] == [str, str]
 
 
 async def test_text_and_logprobs_that_nobody_has_read_are_joined_too(manager: RequestManager) -> None:

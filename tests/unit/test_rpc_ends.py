@@ -246,6 +246,32 @@ async def test_the_streams_of_a_client_that_is_killed_end_within_a_second(folder
             assert await bounded(client.call("add", 2)) == 3
 
 
+async def test_a_client_knows_for_how_long_the_server_has_left_it_without_a_word(folder: SocketFolder) -> None:
+    go = asyncio.Event()
+
+    async def hold_on() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await go.wait()
+
+    async with serving(folder, add, hold_on) as server, connected(server) as client:
+        assert client.silence is None
+        call = asyncio.ensure_future(client.call("hold_on"))
+        await until(lambda: server.open_calls == 1)
+        await until(lambda: (client.silence or 0) > 0.02)
+        call.cancel()
+        await asyncio.wait([call])
+        assert client.silence is not None, "a call that was given up waits for an answer, too"
+        assert client.silence > 0.02
+        since = time.monotonic()
+        assert await bounded(client.call("add", 1)) == 2
+        assert client.silence is not None
+        assert client.silence <= time.monotonic() - since
+        go.set()
+        await until(lambda: client.silence is None)
+
+
 @pytest.mark.parametrize("probes", [(), rpc_server._PROBE_AGAIN_S], ids=["told before", "told after"])
 async def test_what_a_client_sent_before_it_went_is_not_left_running(
     folder: SocketFolder, monkeypatch: pytest.MonkeyPatch, probes: tuple[float, ...]

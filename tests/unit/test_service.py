@@ -25,7 +25,7 @@ def service(health: Health, **engine: Any) -> tuple[EngineService, list[Any]]:
     """One over an engine with these methods, and what it publishes."""
     published: list[Any] = []
     common = {"metrics": Metrics, "health": lambda: health, "stall_timeout": None}
-    server: Any = SimpleNamespace(register=lambda *_: None, publish=published.append)
+    server: Any = SimpleNamespace(register=lambda *_: None, publish=published.append, open_calls=0)
     made: Any = SimpleNamespace(**common, **engine)
     return EngineService(made, server), published
 
@@ -62,6 +62,27 @@ async def test_answers_that_end_together_are_told_once_before_their_last_pieces(
     await asyncio.sleep(0)
     step.set()
     assert await later == 2
+
+
+async def test_whoever_waits_for_an_answer_hears_that_the_engine_is_there_though_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mpexec.mp_engine.service._METRICS_EVERY_S", 0.001)
+    given = asyncio.Event()
+
+    async def take_long(*_: Any, **__: Any) -> None:
+        await given.wait()
+
+    engine, published = service(Health(True, "draining"), update_params_async=take_long)
+    telling = asyncio.create_task(engine._publish_news())
+    engine._server.open_calls = 1  # type: ignore[misc]
+    change = asyncio.create_task(engine.update_params("new.safetensors", True, None))
+    async with asyncio.timeout(10):
+        while len(published) < 5:
+            await asyncio.sleep(0)
+    given.set()
+    await change
+    telling.cancel()
 
 
 async def test_a_profile_goes_with_the_client_that_has_begun_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,3 +78,17 @@ def test_the_age_of_a_step_counts_from_the_last_sign_of_progress(telemetry: Tele
     assert telemetry.step_age() == 1
     telemetry.received(2)
     assert telemetry.step_age() is None
+
+
+@pytest.mark.parametrize(
+    "ages, rate",
+    [((60.0, 11.0), 0.0), ((11.0, 4.0, 2.0), 4.0), ((9.0, 4.0, 2.0), 24 / 9), ((0.5, 0.2), 16.0), ((), 0.0)],
+)
+def test_a_rate_is_over_ten_seconds_or_since_the_first_but_over_a_second_at_least(
+    telemetry: Telemetry, clock: Clock, ages: tuple[float, ...], rate: float
+) -> None:
+    for age in ages:
+        clock.at(100 - age)
+        telemetry.tokens.add(8)
+    clock.at(100)
+    assert telemetry.tokens.per_second() == pytest.approx(rate)
