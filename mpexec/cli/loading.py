@@ -14,7 +14,7 @@ from typing import Any
 
 from mpexec.cli.interrupt import end_process_in
 from mpexec.cli.progress import ProgressLine, progress
-from mpexec.cli.report import ReaderGoneError, ToldError, complain, describe_failure
+from mpexec.cli.report import ReaderGoneError, StalledError, ToldError, complain, describe_failure
 from mpexec.cli.stall import watching
 from mpexec.config import EngineConfig, StartMethod
 from mpexec.engine.engine import Engine, ModelPlan
@@ -138,7 +138,8 @@ async def ending(engine: AnyEngine, *, patience: float, untold: tuple[type[Excep
 
     Args:
         engine: Its ranks have been released when this returns or raises.
-        patience: Seconds that this may take after a failure; then the process ends, with exit code 1.
+        patience: Seconds that this may take after a failure, twice as many after a stall; then the process ends, with
+            exit code 1.
         untold: Exceptions that pass as they are: they do not come from the engine, and somebody else tells of them.
 
     Raises:
@@ -150,7 +151,8 @@ async def ending(engine: AnyEngine, *, patience: float, untold: tuple[type[Excep
         raise
     except Exception as failure:
         # Told before the clean-up, and the clean-up is bounded: a rank that hangs must not delay either.
-        end_process_in(patience, 1)
+        # One that is known to hang takes the whole ladder, and whoever has waited for that long a moment more.
+        end_process_in(2 * patience if isinstance(failure, StalledError) else patience, 1)
         complain(describe_failure(failure))
         raise ToldError(1) from failure
     finally:

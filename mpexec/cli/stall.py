@@ -72,11 +72,17 @@ async def _watch(engine: Watched, timeout: float, limit: asyncio.Timeout, tell: 
 
 
 def describe_stall(health: Health) -> str:
-    """What there is to say of an engine without steps, for people: the ranks that do not run, or else all of them."""
+    """What there is to say of an engine without steps, for people.
+
+    It names the ranks that do not run, or else all of them; or the engine's process, without whose word nobody knows.
+    """
+    seconds = _seconds(health)
+    if (health.silence or 0.0) > seconds / 2:  # one that runs says something many times a second
+        return f"no word from the engine's process for {health.silence:.0f} s"
     culprits = [rank for rank in health.ranks if rank.state != "running"] or health.ranks
-    return ": ".join([f"no step for {_seconds(health):.0f} s", *filter(None, ["; ".join(map(str, culprits))])])
+    return ": ".join([f"no step for {seconds:.0f} s", *filter(None, ["; ".join(map(str, culprits))])])
 
 
 def _seconds(health: Health) -> float:
-    """Since the last step, while one is under way."""
-    return health.step_age or 0.0
+    """Since the last step, while one is under way; or since the last word, while one is due."""
+    return max(health.step_age or 0.0, health.silence or 0.0)

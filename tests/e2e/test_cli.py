@@ -404,6 +404,22 @@ def test_a_rank_that_stands_still_ends_it_after_the_stall_timeout_with_its_name(
 
 
 @pytest.mark.slow
+def test_an_engine_process_that_stands_still_ends_it_too() -> None:
+    with running(*ENDLESS, "--engine-process", "--stall-timeout", "2") as process:
+        (engine,) = ranks_of(process, 1)
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        everybody = [engine, *(child.pid for child in psutil.Process(engine).children())]
+        since = time.monotonic()
+        os.kill(engine, signal.SIGSTOP)
+        returncode, stderr, took = end_of(process, since)
+        assert returncode == 1
+        assert re.search(r"^mpexec: no word from the engine's process for \d+ s$", stderr, re.MULTILINE)
+        assert 2.0 <= took < within(6.0)
+        assert not left_of(everybody, within(1.0))
+
+
+@pytest.mark.slow
 def test_a_rank_that_stands_still_is_told_after_some_seconds_and_again_at_ctrl_c() -> None:
     with running(*ENDLESS) as process:
         ranks = ranks_of(process)

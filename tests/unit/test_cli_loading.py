@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpexec.cli.loading import ending
-from mpexec.cli.report import ToldError
+from mpexec.cli.report import StalledError, ToldError
 
 
 class Engine:
@@ -46,6 +46,14 @@ async def test_a_failure_is_told_before_an_end_that_is_bounded(
     with pytest.raises(ToldError):
         await end(Engine(events, capsys), RuntimeError("broken"))
     assert events == ["end with 1 in 1.5 s", "mpexec: RuntimeError: broken", "stop", "release"]
+
+
+async def test_a_stall_is_told_as_it_is_and_its_end_may_take_a_moment_more(
+    events: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ToldError):
+        await end(Engine(events, capsys), StalledError("no step for 120 s"))
+    assert events == ["end with 1 in 3.0 s", "mpexec: no step for 120 s", "stop", "release"]
 
 
 async def test_an_end_without_failure_or_with_one_that_others_tell_is_silent(

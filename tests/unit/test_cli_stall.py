@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -86,3 +87,10 @@ def test_all_ranks_are_named_where_none_is_known_to_stand_still() -> None:
     health = Health(True, "running", ranks=ranks, step_age=12.0)
     assert describe_stall(health) == "no step for 12 s: rank 0 (pid 11) in 'forward' for 12.0 s; rank 1 (pid 12) idle"
     assert describe_stall(Health(True, "running", step_age=12.0)) == "no step for 12 s"
+
+
+def test_an_engine_in_a_process_of_its_own_that_says_nothing_is_named_and_not_its_ranks() -> None:
+    silent = Health(True, "running", ranks=STOPPED, step_age=30.2, silence=30.0)
+    assert describe_stall(silent) == "no word from the engine's process for 30 s"
+    assert describe_stall(replace(silent, step_age=None)) == "no word from the engine's process for 30 s"
+    assert describe_stall(replace(silent, step_age=30.0, silence=0.2)) == NO_STEP
