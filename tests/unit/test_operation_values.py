@@ -19,7 +19,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     *(("sleep_async", {"level": bad}) for bad in ("deep", True, -1, 10**20, 1.5)),
     *(("update_params_async", {"weights": "model", "drain_timeout": bad}) for bad in ("5", object())),
     *(("update_params_async", {"weights": "model", "drain": bad}) for bad in ("no", None)),
-    *(("update_params_async", {"weights": bad}) for bad in (None, b"model", "~nobody-at-all/model")),
+    *(("update_params_async", {"weights": bad}) for bad in (None, b"model")),
     *(("start_profile_async", {"record_shapes": bad}) for bad in ("yes", 1)),
     *(("stop_profile_async", {"path": bad}) for bad in (None, 5, "\0", "missing/trace.json")),
 ]
@@ -37,7 +37,7 @@ def in_process() -> Engine:
 async def test_an_operation_with_a_bad_value_is_refused_by_its_name(
     in_process: Engine, method: str, arguments: dict[str, Any]
 ) -> None:
-    name = "profile" if "path" in arguments else list(arguments)[-1]
+    name = "profile|names no file" if "path" in arguments else list(arguments)[-1]
     with pytest.raises(ConfigError, match=name):
         await getattr(in_process, method)(**arguments)
 
