@@ -28,6 +28,7 @@ SLOW_VARIANTS = re.compile(
     | e2e/test_causal_lm_tokens\.py::test_tokens_equal.*\[(qwen|mistral|bundled-1)
     | e2e/test_cli_ray\.py::test_the_answers
     | e2e/test_cli\.py::test_a_killed_rank_is_named.*\[1\]
+    | e2e/test_cli\.py::test_a_kill_behind_an_engine_process.*\[engine\]
     | unit/test_bench\.py::test_the_round_trips_of_ray
     | faults/test_cycles\.py::test_fifty_cycles_with_forked_ranks
     | faults/test_matrix\.py::test_.*_fails_the_start\[.*-rank0-

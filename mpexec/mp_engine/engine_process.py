@@ -130,14 +130,14 @@ class EngineProcess:
         self._closed = True
         rungs = end_processes([self._process], deadline, ask=_ask_to_exit if ask else None)
         self.death = self._process.death or self.death
+        if self._folder is not None:  # before anything is waited for: the caller may lose patience
+            self._folder.remove()
         self._await_ranks(Deadline.after(_RANKS_S))
         if ask and rungs.get(0) not in ("exited", "asked"):
             logger.warning("the engine process did not leave when asked: %s", rungs.get(0))
         self._monitor.unwatch(self._process)
         self._monitor.stop()
         self._process.close()
-        if self._folder is not None:
-            self._folder.remove()
 
     def _await_ranks(self, deadline: Deadline) -> None:
         """The kernel ends the ranks of an engine that was killed, a few milliseconds later."""

@@ -366,6 +366,7 @@ def test_a_kill_behind_an_engine_process_is_named_in_one_message_within_two_seco
         assert not left_of(everybody, within(1.0))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_engine_process_too() -> None:
     with running(*ENDLESS, "--engine-process") as process:
         (engine,) = ranks_of(process, 1)

@@ -73,6 +73,7 @@ SELECTED = """
 """
 
 
+@pytest.mark.slow
 def test_selection_by_x_lf_and_k_works_as_ever(run: Callable[..., Any]) -> None:
     ran = run("-x", "-W", "error", "-pno:asyncio", test_selected=SELECTED)
     assert ran.outcomes == {"test_a": "passed", "test_b": "failed"}, ran.out
@@ -117,6 +118,7 @@ COVERING = """
 """
 
 
+@pytest.mark.slow
 def test_coverage_of_the_ranks_is_in_the_report(run: Callable[..., Any]) -> None:
     pytest.importorskip("pytest_cov")
     ran = run("--cov=covered", "--cov-report=term-missing", covered=COVERED, test_covering=COVERING)
